@@ -37,7 +37,7 @@ from benchmarks.campaign_lies import PLAIN, SECURE, sent_path
 from benchmarks.campaign_requests import Target, is_refusal, requests
 from everfed import privacy
 from everfed.core.client import Reply
-from everfed.core.context import Moment
+from everfed.core.context import Place
 from everfed.core.engine import Absent, Engine, Replies
 from everfed.core.evaluate import EvalOptions, EvalSpec
 from everfed.core.message import Message, Model
@@ -69,12 +69,12 @@ class LeftOut(Engine):
         self._called = False
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
-        gone = self.missing.get((moment.round, phase.name, moment.repeat), set())
+        gone = self.missing.get((place.round, phase.name, place.repeat), set())
         asked = [client for client in clients if not (self.before and client in gone)]
         self._called = bool(asked)
-        found = dict(self.inner.exchange(phase, asked, message, moment)) if asked else {}
+        found = dict(self.inner.exchange(phase, asked, message, place)) if asked else {}
         for client in clients:
             yield client, Absent("failed", "left out") if client in gone else found[client]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment
+from everfed.core.context import Place
 from everfed.core.engine import Absent
 from everfed.core.evaluate import EvalOptions
 from everfed.core.events import Diverged
@@ -111,17 +111,17 @@ class Lying(Eager):
     checked = False
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Any]]:
-        replies: dict[int, Reply | Absent] = dict(super().exchange(phase, clients, message, moment))
+        replies: dict[int, Reply | Absent] = dict(super().exchange(phase, clients, message, place))
         if phase.name != TRAIN or message is None:
             return iter(replies.items())
         model = unwrap({MODEL: message[MODEL]})[MODEL]
         for client in LIARS if self.lie else ():
             reply = replies[client]
             assert isinstance(reply, Reply)
-            replies[client] = self._lied(reply, model, key(self.setup.seed, moment.round, client) >> 1)
-        return iter((self._checked(replies, model, phase, moment) if self.checked else replies).items())
+            replies[client] = self._lied(reply, model, key(self.setup.seed, place.round, client) >> 1)
+        return iter((self._checked(replies, model, phase, place) if self.checked else replies).items())
 
     def _lied(self, reply: Reply, model: dict[str, Tensor], seed: int) -> Reply:
         assert self.lie is not None
@@ -133,14 +133,12 @@ class Lying(Eager):
             values["params"] = self.lie(values["params"], base, seed)
         return replace(reply, values={part: values}, samples=self.claim or reply.samples)
 
-    def _checked(
-        self, replies: dict[int, Any], model: dict[str, Tensor], phase: Phase, moment: Moment
-    ) -> dict[int, Any]:
-        expected = expected_reply(self.setup, phase, moment, model)
+    def _checked(self, replies: dict[int, Any], model: dict[str, Tensor], phase: Phase, place: Place) -> dict[int, Any]:
+        expected = expected_reply(self.setup, phase, place, model)
         kept = {c: reply for c, reply in replies.items() if check_reply(reply, expected) is None}
-        outliers = find_outliers(self.setup, moment, model, kept, OUTLIER)
+        outliers = find_outliers(self.setup, place, model, kept, OUTLIER)
         claims = {c: reply.samples for c, reply in kept.items() if c not in outliers}
-        capped = SampleClaims(self.setup).capped(phase, moment, claims)
+        capped = SampleClaims(self.setup).capped(phase, place, claims)
         kept = {c: replace(reply, samples=capped.get(c, reply.samples)) for c, reply in kept.items()}
         return {c: kept[c] if c in claims else Absent("rejected", "refused") for c in replies}
 

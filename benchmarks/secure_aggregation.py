@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment
+from everfed.core.context import Place
 from everfed.core.engine import Absent
 from everfed.core.handle import Client
 from everfed.core.message import Message, addressed
@@ -51,23 +51,23 @@ class Room:
         self.states: dict[int, Any] = {}
         self.seconds = [0.0] * len(replies)
 
-    def server(self, phase: str, moment: Moment) -> Any:
-        return SimpleNamespace(round=moment.round, repeat=moment.repeat)
+    def server(self, phase: str, place: Place) -> Any:
+        return SimpleNamespace(round=place.round, repeat=place.repeat)
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
         for client in clients:
             if phase.name == MASK and client in self.gone:
                 yield client, Absent("failed", "gone")
                 continue
             started = time.process_time()
-            reply = self._answer(client, phase, message or {}, moment)
+            reply = self._answer(client, phase, message or {}, place)
             self.seconds[client] += time.process_time() - started
             yield client, reply
 
-    def _answer(self, client: int, phase: Phase, message: Message, moment: Moment) -> Reply:
-        where = {"round": moment.round, "repeat": moment.repeat, "facts": self.facts, "attempt": None}
+    def _answer(self, client: int, phase: Phase, message: Message, place: Place) -> Reply:
+        where = {"round": place.round, "repeat": place.repeat, "facts": self.facts, "attempt": None}
         context, asked = cast(Any, SimpleNamespace(client=client, **where)), addressed(message, client)
         handle = Client(NAME, self.states.get(client, {}), context, asked, None, cast(Any, None))
         if phase is PHASE:
@@ -90,7 +90,7 @@ def secure(replies: Sequence[Reply], gone: frozenset[int]) -> tuple[dict[str, fl
     engine = Secured(cast(Any, room), cast(Any, room))
     everybody = tuple(range(len(replies)))
     started = time.process_time()
-    list(engine.exchange(PHASE, everybody, None, Moment(0, RoundPlan(0, everybody, {}))))
+    list(engine.exchange(PHASE, everybody, None, Place(0, RoundPlan(0, everybody, {}))))
     took = time.process_time() - started
     assert engine._sums is not None
     total, weight, _ = engine._sums.totals["/".join(PATH)]

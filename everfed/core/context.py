@@ -26,7 +26,7 @@ from everfed.core.stream import Checks, HeldOut, Hidden, RoundPlan, Stream
 if TYPE_CHECKING:
     from everfed.core.trainer import Trainer
 
-Place = tuple[int, int, int, int]  # round, position in its list of phases, repeat, stage inside the phase
+PlaceKey = tuple[int, int, int, int]  # of a Place: round, position in its list of phases, repeat, stage
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Moment:
+class Place:
     """Where in the run a phase is. position: in the round's list of phases. stage: of an engine that carries one phase
     out in several exchanges. attempt: on a real client, which server it answers."""
 
@@ -186,7 +186,7 @@ class Moment:
     attempt: Attempt | None = None
 
     @property
-    def place(self) -> Place:
+    def key(self) -> PlaceKey:
         """Grows from one exchange to the next; a run that is resumed comes by the same places again."""
         return self.round, self.position, self.repeat, self.stage
 
@@ -222,38 +222,38 @@ class Setup:
         local_statistics = self.options.batchnorm == "local" and bool(layout.stats)
         return self.method.personal or local_statistics or layout.shared < layout.size
 
-    def server(self, phase: str, moment: Moment | None = None, trainer: Trainer | None = None) -> Context:
+    def server(self, phase: str, place: Place | None = None, trainer: Trainer | None = None) -> Context:
         """The context of a server hook; the server's own phases are given a trainer to work with."""
-        if moment is None:
+        if place is None:
             return Context(self.seed, self.facts, self.options, phase=phase)
-        place = (moment.round, phase, moment.repeat)
-        task = self._visible_task(moment.plan.task_of_server)
+        where = (place.round, phase, place.repeat)
+        task = self._visible_task(place.plan.task_of_server)
         tests = self.held_out if self.method.needs(HELD_OUT) else None
-        return Context(self.seed, self.facts, self.options, *place, current_task=task, trainer=trainer, tests=tests)
+        return Context(self.seed, self.facts, self.options, *where, current_task=task, trainer=trainer, tests=tests)
 
     def _visible_task(self, task: int | None) -> int | None:
         """What a hook may know of a task's index."""
         return task if self.stream.task_ids or self.stream.boundaries else None
 
-    def client(self, client: int, phase: Phase, moment: Moment, trainer: Trainer) -> Context:
+    def client(self, client: int, phase: Phase, place: Place, trainer: Trainer) -> Context:
         """The context of a call on a client."""
-        task = moment.plan.tasks.get(client)
+        task = place.plan.tasks.get(client)
         return Context(
             self.seed,
             self.facts,
             self.options,
-            moment.round,
+            place.round,
             phase.name,
-            moment.repeat,
+            place.repeat,
             client,
             current_task=self._visible_task(task),
-            rate=self.options.optimizer.round_rate(*self._progress(client, moment.round)),
-            progress=self._progress(client, moment.round),
+            rate=self.options.optimizer.round_rate(*self._progress(client, place.round)),
+            progress=self._progress(client, place.round),
             trainer=trainer,
             past=self._past(client, task),
             tests=self.held_out if phase.name == EVALUATE or self.method.needs(HELD_OUT) else None,
             allowed_labels=self._allowed(client, task),
-            attempt=moment.attempt,
+            attempt=place.attempt,
         )
 
     def _progress(self, client: int, index: int) -> tuple[int, int]:
@@ -262,13 +262,13 @@ class Setup:
         within = self.stream.clock_of(client, index) if self.stream.boundaries else None
         return within or (index % length, length)
 
-    def data(self, client: int, phase: Phase, moment: Moment) -> Data:
+    def data(self, client: int, phase: Phase, place: Place) -> Data:
         """What the client sees now."""
-        task = moment.plan.tasks.get(client)
+        task = place.plan.tasks.get(client)
         if task is None or phase.name == EVALUATE:
             return _no_data(self.stream)
-        if client in moment.plan.drifting:
-            return self.stream.data_in(client, moment.round)
+        if client in place.plan.drifting:
+            return self.stream.data_in(client, place.round)
         return self._checks.training(client, task, self.stream.data(client, task))
 
     def _past(self, client: int, task: int | None) -> Callable[[], list[Data]] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from everfed.core.context import Moment
+from everfed.core.context import Place
 from everfed.core.message import Message, Model, Traffic
 from everfed.core.phase import Phase, Reducer, Reduction
 from everfed.core.trainer import Trainer
@@ -63,11 +63,11 @@ class Replies:
 
 @dataclass(frozen=True)
 class PhaseCall:
-    """A phase at its moment, with the message that its clients receive."""
+    """A phase at its place in the run, with the message that its clients receive."""
 
     phase: Phase
     message: Message | None
-    moment: Moment
+    place: Place
 
 
 class Engine(ABC):
@@ -79,7 +79,7 @@ class Engine(ABC):
 
     @abstractmethod
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
         """Run `phase` on `clients` and yield their replies in ascending client order. A simulation raises ClientError
         where one fails; an engine of real clients may say that a client is absent, and why."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.context import Moment, Setup
+from everfed.core.context import Place, Setup
 from everfed.core.data import Data
 from everfed.core.engine import Engine, Replies
 from everfed.core.message import Message, Model, State
@@ -150,42 +150,42 @@ class Evaluation:
             spec = EvalSpec(tasks, 0, self.options.split, self.options.top_k)
             self.state.initial = self.engine.evaluate(self.state.model, spec).tolist()
 
-    def run(self, phase: Phase, moment: Moment) -> None:
+    def run(self, phase: Phase, place: Place) -> None:
         """The tasks seen so far, and at a task's end a row of the matrix."""
-        plan, tasks = moment.plan, self.setup.stream.tasks
-        spec = self._spec(moment)
-        self.reporter.notify({"event": "scoring", **_place(moment), "tasks": len(spec.tasks)})
-        counts = self._counts(phase, moment, spec).tolist()
+        plan, tasks = place.plan, self.setup.stream.tasks
+        spec = self._spec(place)
+        self.reporter.notify({"event": "scoring", **_place(place), "tasks": len(spec.tasks)})
+        counts = self._counts(phase, place, spec).tolist()
         if plan.evaluate:
             self.state.rows[plan.task] = [*counts, *[None] * (tasks - len(spec.tasks))]
-        self._record(moment, counts)
+        self._record(place, counts)
 
-    def _spec(self, moment: Moment) -> EvalSpec:
-        plan = moment.plan
+    def _spec(self, place: Place) -> EvalSpec:
+        plan = place.plan
         begun = max(plan.task, *plan.tasks.values()) + 1 if plan.tasks else plan.task + 1
         scored = self.setup.stream.tasks if self.options.zero_shot and plan.evaluate else plan.task + 1
         return EvalSpec(tuple(range(scored)), begun, self.options.split, self.options.top_k)
 
-    def _counts(self, phase: Phase, moment: Moment, spec: EvalSpec) -> Tensor:
+    def _counts(self, phase: Phase, place: Place, spec: EvalSpec) -> Tensor:
         if not scored_on_clients(self.setup):
             return self.engine.evaluate(self.state.model, spec)
-        message: Message = {**self.exchange.model(phase, moment), EVALUATE: spec.to_tree()}
+        message: Message = {**self.exchange.model(phase, place), EVALUATE: spec.to_tree()}
         replies = Replies({EVALUATE: {"counts": Sum()}})
-        self.exchange.collect(replies, phase, moment, message)
-        self.reporter.not_scored(moment, replies)
+        self.exchange.collect(replies, phase, place, message)
+        self.reporter.not_scored(place, replies)
         counts: Tensor | None = replies.reduction.result()[EVALUATE]["counts"]
         return torch.zeros((len(spec.tasks), 4), dtype=torch.int64) if counts is None else counts  # all were absent
 
-    def _record(self, moment: Moment, counts: list[list[float]]) -> None:
+    def _record(self, place: Place, counts: list[list[float]]) -> None:
         """A point of the curves, and an event, by the rule that the recipe names."""
-        plan, stream = moment.plan, self.setup.stream
+        plan, stream = place.plan, self.setup.stream
         accuracies = [row_value(stream, row, self.options.logits) for row in counts]
-        self.state.curves.append({**_place(moment), "accuracy": accuracies})
+        self.state.curves.append({**_place(place), "accuracy": accuracies})
         known = [a for a in accuracies[: plan.task + 1] if a is not None]
         self.reporter.notify(
             {
                 "event": "evaluation",
-                **_place(moment),
+                **_place(place),
                 "task_end": plan.evaluate,
                 "score": stream.score,  # what the numbers under "accuracy" and "acc" are
                 "accuracy": accuracies,
@@ -194,8 +194,8 @@ class Evaluation:
         )
 
 
-def _place(moment: Moment) -> dict[str, int]:
-    return {"round": moment.round, "task": moment.plan.task}
+def _place(place: Place) -> dict[str, int]:
+    return {"round": place.round, "task": place.plan.task}
 
 
 # counting correct answers ---------------------------------------------------------------------------------------------

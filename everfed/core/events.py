@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from everfed.core.context import Moment
+from everfed.core.context import Place
 from everfed.core.engine import Replies, Trained
 from everfed.core.option import declared_options
 from everfed.core.part import Part
@@ -68,49 +68,49 @@ class Reporter:
         self._reporting = [part for part in parts if isinstance(part, Reports)]
         self._weights = weights_of(parts)
 
-    def phase(self, phase: Phase, moment: Moment, replies: Replies, down: int, started: float) -> None:
+    def phase(self, phase: Phase, place: Place, replies: Replies, down: int, started: float) -> None:
         """Emit that one repeat of a phase is done. Raises Diverged instead, when a client's loss is not finite."""
         # reading the losses waits for a device that is still at work, so the time is taken afterwards
-        losses = mean_losses(phase, moment, replies.trained, self._weights) if replies.trained else None
+        losses = mean_losses(phase, place, replies.trained, self._weights) if replies.trained else None
         event: Event = {
             "event": "phase",
-            **_where(moment, phase.name),
+            **_where(place, phase.name),
             "repeats": phase.repeat,
-            **_who(phase, moment.plan),
+            **_who(phase, place.plan),
             "bytes_up": sum(replies.traffic.up.values()),
             "bytes_down": down,
             "seconds": time.monotonic() - started,
         }
         if phase.name == TRAIN:
-            event |= moment.plan.notes
+            event |= place.plan.notes
         if losses is not None:
             event |= {"loss": float(losses.mean()), "trained": len(replies.trained)}
         self.notify({**event, **_absences(replies)})
         if losses is not None and self.monitors:
             by_client = {one.client: loss for one, loss in zip(replies.trained, losses.tolist(), strict=True)}
-            self._observe(moment, {LOSS: by_client, **self._signals(replies)})
+            self._observe(place, {LOSS: by_client, **self._signals(replies)})
 
-    def measured(self, moment: Moment, phase: str, part: str, values: Mapping[str, float]) -> None:
+    def measured(self, place: Place, phase: str, part: str, values: Mapping[str, float]) -> None:
         """Emit what a part reported."""
-        self.notify({"event": "measure", **_where(moment, phase), "part": part, **values})
+        self.notify({"event": "measure", **_where(place, phase), "part": part, **values})
 
-    def not_scored(self, moment: Moment, replies: Replies) -> None:
+    def not_scored(self, place: Place, replies: Replies) -> None:
         """Emit which clients were absent from scoring."""
         if replies.absent:
-            self.notify({"event": "absent", "round": moment.round, "phase": EVALUATE, **_absences(replies)})
+            self.notify({"event": "absent", "round": place.round, "phase": EVALUATE, **_absences(replies)})
 
     def _signals(self, replies: Replies) -> Signals:
         found = [part.signals(replies.reduction.result_of(part.name)) for part in self._reporting]
         return {signal: values for own in found for signal, values in own.items()}
 
-    def _observe(self, moment: Moment, signals: Signals) -> None:
+    def _observe(self, place: Place, signals: Signals) -> None:
         for monitor in self.monitors:
-            for event in monitor.observe(self.watched.setdefault(monitor.name, {}), moment.round, signals):
-                self.notify({"round": moment.round, "task": moment.plan.task, **event})
+            for event in monitor.observe(self.watched.setdefault(monitor.name, {}), place.round, signals):
+                self.notify({"round": place.round, "task": place.plan.task, **event})
 
 
-def _where(moment: Moment, phase: str) -> Event:
-    return {"round": moment.round, "task": moment.plan.task, "phase": phase, "repeat": moment.repeat}
+def _where(place: Place, phase: str) -> Event:
+    return {"round": place.round, "task": place.plan.task, "phase": phase, "repeat": place.repeat}
 
 
 def _who(phase: Phase, plan: RoundPlan) -> Event:
@@ -139,24 +139,24 @@ def weights_of(parts: Sequence[Part]) -> list[str]:
     return [f"{key} ({value:g})" for key, value in weights if isinstance(value, float) and value > 0]
 
 
-def mean_losses(phase: Phase, moment: Moment, trained: list[Trained], weights: Sequence[str] = ()) -> Tensor:
+def mean_losses(phase: Phase, place: Place, trained: list[Trained], weights: Sequence[str] = ()) -> Tensor:
     """(clients,) float64, each client's mean step loss; reads the device once. Raises Diverged."""
     sums = torch.stack([torch.as_tensor(one.loss).detach() for one in trained]).cpu().double()
     steps = torch.tensor([one.steps for one in trained], dtype=torch.float64)
     bad = [one.client for one, total in zip(trained, sums.tolist(), strict=True) if not math.isfinite(total)]
     if bad:
         raise Diverged(
-            f"the loss of client {bad[0]} is not finite in phase {phase.name!r} of round {moment.round} "
+            f"the loss of client {bad[0]} is not finite in phase {phase.name!r} of round {place.round} "
             f"({len(bad)} of {len(trained)} clients); lower {' or '.join(['train.optimizer.lr', *weights])}"
         )
     return sums / steps
 
 
-def check_finite(phase: Phase, moment: Moment, measured: Mapping[str, float]) -> None:
+def check_finite(phase: Phase, place: Place, measured: Mapping[str, float]) -> None:
     """Raises Diverged when a number measured in the server's own phase is not finite."""
     bad = [name for name, value in measured.items() if not math.isfinite(value)]
     if bad:
         raise Diverged(
-            f"{bad[0]} is not finite in the server's phase {phase.name!r} of round {moment.round}, repeat "
-            f"{moment.repeat}; lower the learning rate of part {phase.owner!r}, or its weights"
+            f"{bad[0]} is not finite in the server's phase {phase.name!r} of round {place.round}, repeat "
+            f"{place.repeat}; lower the learning rate of part {phase.owner!r}, or its weights"
         )

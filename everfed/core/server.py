@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everfed.core.context import Context, Moment, Place, Setup
+from everfed.core.context import Context, Place, PlaceKey, Setup
 from everfed.core.engine import Engine, PhaseCall, Replies
 from everfed.core.evaluate import EvalOptions, Evaluation, scored_on_clients
 from everfed.core.events import Diverged, Event, Monitor, Reporter, check_finite
@@ -60,7 +60,7 @@ class RunState:
     pieces: dict[str, int] = field(default_factory=dict)  # versions of the shared vector's pieces
 
     @property
-    def place(self) -> Place:
+    def place(self) -> PlaceKey:
         """What comes next."""
         return self.round, self.position, self.repeat, 0
 
@@ -134,9 +134,9 @@ class Runner:
         phases = list(phases_of(self.setup, self.evaluation.options, state.round, plan))
         while state.position < len(phases):
             started = time.monotonic()
-            moment = Moment(state.round, plan, state.repeat, state.position)
-            self.exchange.batch(phases, moment)
-            finished = self.phase(phases[state.position], moment)
+            place = Place(state.round, plan, state.repeat, state.position)
+            self.exchange.batch(phases, place)
+            finished = self.phase(phases[state.position], place)
             self.setup.method.check_unchanged()
             state.seconds += time.monotonic() - started
             last = finished and state.position + 1 == len(phases)
@@ -149,25 +149,25 @@ class Runner:
                 return
 
     # phases ------------------------------------------------------------------------------------------------------
-    def phase(self, phase: Phase, moment: Moment) -> bool:
+    def phase(self, phase: Phase, place: Place) -> bool:
         """One repeat of a phase; True when the phase is finished."""
         if phase.name == EVALUATE:
-            self.evaluation.run(phase, moment)
+            self.evaluation.run(phase, place)
         elif phase.name == TRAIN:
-            self._train(phase, moment)
+            self._train(phase, place)
         elif phase.cohort is Cohort.SERVER:
-            return self._on_server(phase, moment)
+            return self._on_server(phase, place)
         else:
-            reduced = self._collect(phase, moment).get(phase.owner, {})
-            return self._update(phase, moment, _worked(phase, self._server(phase.owner, phase, moment, reduced)))
+            reduced = self._collect(phase, place).get(phase.owner, {})
+            return self._update(phase, place, _worked(phase, self._server(phase.owner, phase, place, reduced)))
         return True
 
-    def _train(self, phase: Phase, moment: Moment) -> None:
+    def _train(self, phase: Phase, place: Place) -> None:
         """Local training on the clients; where it ends with a synchronisation, the new shared model."""
-        reduced = self._collect(phase, moment)
-        if (moment.round + 1) % self.setup.options.sync_every:
+        reduced = self._collect(phase, place)
+        if (place.round + 1) % self.setup.options.sync_every:
             return
-        context, before = self.setup.server(TRAIN, moment), self.state.model
+        context, before = self.setup.server(TRAIN, place), self.state.model
         model = self._aggregate(reduced[self.setup.method.aggregator.name], context)
         for part in self.setup.method.defining("update"):
             of_part = reduced.get(part.name, {})
@@ -175,42 +175,42 @@ class Runner:
             part.update(server)
             self.state.server = server.states
             model = model if server.model is model else self._only_trained(server.model, context)
-            self._report(moment, TRAIN, part.name, server.reports)
+            self._report(place, TRAIN, part.name, server.reports)
         self._set_model(model)
 
-    def _on_server(self, phase: Phase, moment: Moment) -> bool:
+    def _on_server(self, phase: Phase, place: Place) -> bool:
         """The server's own work; it is reported when it is done."""
         started = time.monotonic()
-        server = self._server(phase.owner, phase, moment, {})
+        server = self._server(phase.owner, phase, place, {})
         result = self.engine.once(lambda: _worked(phase, server, self.engine.workbench()))
-        finished = self._update(phase, moment, result)
-        self.reporter.phase(phase, moment, Replies({}), 0, started)
-        check_finite(phase, moment, result["reports"])
+        finished = self._update(phase, place, result)
+        self.reporter.phase(phase, place, Replies({}), 0, started)
+        check_finite(phase, place, result["reports"])
         return finished
 
-    def _collect(self, phase: Phase, moment: Moment) -> Reduced:
+    def _collect(self, phase: Phase, place: Place) -> Reduced:
         """Send, wait, reduce in client order, report, unprotect."""
-        message = self.exchange.message(phase, moment)
+        message = self.exchange.message(phase, place)
         started = time.monotonic()
         replies = Replies(self.setup.method.reducers(phase))
-        down = self.exchange.collect(replies, phase, moment, message)
+        down = self.exchange.collect(replies, phase, place, message)
         self.state.samples += sum(one.samples for one in replies.trained) * self.setup.options.local_epochs
-        self.reporter.phase(phase, moment, replies, down, started)
-        return self._release(phase, moment, replies.reduction)
+        self.reporter.phase(phase, place, replies, down, started)
+        return self._release(phase, place, replies.reduction)
 
-    def _release(self, phase: Phase, moment: Moment, reduction: Reduction) -> Reduced:
+    def _release(self, phase: Phase, place: Place, reduction: Reduction) -> Reduced:
         """What was reduced, as the protections let the parts read it."""
         reduced, weights = reduction.result(), reduction.weights()
         for part in self.setup.method.protections:
-            server = self._server(part.name, phase, moment, {})
+            server = self._server(part.name, phase, place, {})
             reduced = part.release(server, phase, reduced, weights)
             self.state.server = server.states
-            self._report(moment, phase.name, part.name, server.reports)
+            self._report(place, phase.name, part.name, server.reports)
         return reduced
 
     # the server's state ------------------------------------------------------------------------------------------
-    def _server(self, part: str, phase: Phase, moment: Moment, reduced: Mapping[str, Any]) -> Server:
-        return Server(part, self.state.server, self.setup.server(phase.name, moment), reduced=reduced)
+    def _server(self, part: str, phase: Phase, place: Place, reduced: Mapping[str, Any]) -> Server:
+        return Server(part, self.state.server, self.setup.server(phase.name, place), reduced=reduced)
 
     def _aggregate(self, reduced: Tree, context: Context) -> Model:
         """The new shared model. Of one in pieces, the aggregating part reduces what was trained, as a smaller model."""
@@ -243,19 +243,19 @@ class Runner:
             changed = self.setup.pieces.changed(old, model)
             self.state.pieces = {**self.state.pieces, **dict.fromkeys(changed, self.state.version)}
 
-    def _update(self, phase: Phase, moment: Moment, result: Tree) -> bool:
+    def _update(self, phase: Phase, place: Place, result: Tree) -> bool:
         """Take over what a part's phase made; True when the phase is finished."""
         if result["state"] is not None:
             self.state.server = with_state(self.state.server, phase.owner, result["state"])
         if result["model"] is not None:
             self._set_model(result["model"])
-        self._report(moment, phase.name, phase.owner, result["reports"])
-        finished: bool = result["done"] or moment.repeat + 1 >= phase.repeat
+        self._report(place, phase.name, phase.owner, result["reports"])
+        finished: bool = result["done"] or place.repeat + 1 >= phase.repeat
         return finished
 
-    def _report(self, moment: Moment, phase: str, part: str, values: Mapping[str, float]) -> None:
+    def _report(self, place: Place, phase: str, part: str, values: Mapping[str, float]) -> None:
         if values:
-            self.reporter.measured(moment, phase, part, values)
+            self.reporter.measured(place, phase, part, values)
 
 
 class Exchange:
@@ -265,26 +265,26 @@ class Exchange:
         self.setup, self.engine, self.state = setup, engine, state
 
     # what is sent ------------------------------------------------------------------------------------------------
-    def message(self, phase: Phase, moment: Moment) -> Message | None:
+    def message(self, phase: Phase, place: Place) -> Message | None:
         """The model and what the parts broadcast; empty where a phase sends nothing; None for training between
         synchronisations."""
-        context = self.setup.server(phase.name, moment)
+        context = self.setup.server(phase.name, place)
         if phase.name == TRAIN:
-            if moment.round % self.setup.options.sync_every != 0:
+            if place.round % self.setup.options.sync_every != 0:
                 return None
             sending: dict[str, Callable[[Server], Values]] = {p.name: p.broadcast for p in self.setup.method.parts}
         elif not phase.sends:
             return {}
         else:
             sending = {phase.owner: phase.broadcast} if phase.broadcast else {}
-        message = self.model(phase, moment)
+        message = self.model(phase, place)
         for name, broadcast in sending.items():
             values = dict(broadcast(Server(name, self.state.server, context, read_only=True)))
             if values:
                 message[name] = values
         return message
 
-    def model(self, phase: Phase, moment: Moment) -> Message:
+    def model(self, phase: Phase, place: Place) -> Message:
         """Each version reaches a client once; local statistics are sent at the beginning only."""
         message: Message = {MODEL: {k: Cached(self.state.version, v) for k, v in self.state.model.items()}}
         if self.setup.options.batchnorm == "local":
@@ -292,27 +292,27 @@ class Exchange:
         pieces = self.setup.pieces
         if pieces is None:
             return message
-        server = chooser(self.setup, self.state.server, self.setup.server(phase.name, moment))
+        server = chooser(self.setup, self.state.server, self.setup.server(phase.name, place))
         return pieces.split(message, self.state.pieces, server)
 
-    def batch(self, phases: Sequence[Phase], moment: Moment) -> None:
+    def batch(self, phases: Sequence[Phase], place: Place) -> None:
         """Name the phases that an engine may send together with the next one."""
         if not self.engine.batches_phases:
             return
         calls = []
-        for position in batchable(phases, moment.position, moment.plan):
-            phase, then = phases[position], Moment(moment.round, moment.plan, 0, position)
+        for position in batchable(phases, place.position, place.plan):
+            phase, then = phases[position], Place(place.round, place.plan, 0, position)
             calls.append(PhaseCall(phase, self.message(phase, then), then))
         self.engine.batch(calls)
 
     # what comes back ---------------------------------------------------------------------------------------------
-    def collect(self, replies: Replies, phase: Phase, moment: Moment, message: Message | None) -> int:
+    def collect(self, replies: Replies, phase: Phase, place: Place, message: Message | None) -> int:
         """Run a phase on its clients and add their replies in client order; returns the bytes sent to them."""
-        clients = phase.clients(moment.plan)
+        clients = phase.clients(place.plan)
         if not clients:
             return 0
         down = self._count_down(clients, message)
-        for client, reply in self.engine.exchange(phase, clients, message, moment):
+        for client, reply in self.engine.exchange(phase, clients, message, place):
             replies.add(client, reply)
         self.engine.merge(replies)
         self.state.traffic.up.update(replies.traffic.up)

@@ -55,7 +55,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """One layout of a set below the data folder. path: a file of it, or its folder. read: that path -> rows."""
 
     path: str
@@ -66,12 +66,12 @@ class Place:
 class Known:
     """A named set: its possible layouts, what it is and where it is published. left_out: classes that are no topic."""
 
-    places: tuple[Place, ...]
+    places: tuple[Location, ...]
     about: str
     get_it: str
     left_out: tuple[str, ...] = ()
 
-    def find(self, folder: Path) -> tuple[Place, Path] | None:
+    def find(self, folder: Path) -> tuple[Location, Path] | None:
         """The first layout that is found."""
         for place in self.places:
             if (folder / place.path).exists():
@@ -165,12 +165,12 @@ def _lines(path: Path) -> Iterator[str]:
 _ZHANG = "Zhang et al. (2015), https://github.com/zhangxiangxiao/Crepe: the folder {} with train.csv and test.csv"
 
 
-def _jsonl(stem: str) -> tuple[Place, ...]:
-    return tuple(Place(f"{folder}{stem}{SUFFIX}", read_jsonl) for folder in ("text/", ""))
+def _jsonl(stem: str) -> tuple[Location, ...]:
+    return tuple(Location(f"{folder}{stem}{SUFFIX}", read_jsonl) for folder in ("text/", ""))
 
 
-def _csv(folder: str) -> tuple[Place, ...]:
-    return tuple(Place(f"{above}{folder}", read_zhang_csv) for above in ("", "text/"))
+def _csv(folder: str) -> tuple[Location, ...]:
+    return tuple(Location(f"{above}{folder}", read_zhang_csv) for above in ("", "text/"))
 
 
 KNOWN: Mapping[str, Known] = {
@@ -185,13 +185,13 @@ KNOWN: Mapping[str, Known] = {
     "newsgroups": Known(
         (
             *_jsonl("newsgroups20"),
-            *(Place(folder, read_message_folders) for folder in ("20news-bydate", "20_newsgroups")),
+            *(Location(folder, read_message_folders) for folder in ("20news-bydate", "20_newsgroups")),
         ),
         "20 Newsgroups, split by date",
         "http://qwone.com/~jason/20Newsgroups/ (20news-bydate.tar.gz, unpacked into 20news-bydate/)",
     ),
     "clinc150": Known(
-        (*_jsonl("clinc150"), Place("data_full.json", read_clinc), Place("clinc150/data_full.json", read_clinc)),
+        (*_jsonl("clinc150"), Location("data_full.json", read_clinc), Location("clinc150/data_full.json", read_clinc)),
         "CLINC150, 150 intents of an assistant's users; out-of-scope utterances are left out",
         "https://github.com/clinc/oos-eval (data/data_full.json)",
         left_out=("oos",),

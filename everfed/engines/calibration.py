@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from everfed.core import random
-from everfed.core.context import Moment, Setup
+from everfed.core.context import Place, Setup
 from everfed.core.message import MODEL
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import tensor_bytes
@@ -119,14 +119,14 @@ def _measure(setup: Setup, build_module: BuildModule) -> tuple[float, int]:
     """(seconds one client's training takes here, bytes that would have to move). Nothing is kept of it."""
     trainer = new_trainer(setup, build_module)
     plan = setup.stream.round(0)
-    moment, phase = Moment(0, plan), setup.method.train_phase()
+    place, phase = Place(0, plan), setup.method.train_phase()
     client = _with_data(setup, plan)
     model = setup.facts.layout.read(build_module())
     message = {MODEL: {**model, "params": model["params"][: setup.facts.layout.shared]}}
     seconds, moved = [], 0
     for _ in range(2):  # the first call warms up
         started = time.perf_counter()
-        state, reply = call(setup, trainer, phase, client, None, message, moment)
+        state, reply = call(setup, trainer, phase, client, None, message, place)
         seconds.append(time.perf_counter() - started)
         moved = 2 * tensor_bytes(state) + tensor_bytes(reply.values)
         if seconds[-1] > _LONG_SECONDS:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import Reply, new_state, run_client
-from everfed.core.context import Moment, Setup
+from everfed.core.context import Place, Setup
 from everfed.core.data import Data
 from everfed.core.engine import ClientError, Engine
 from everfed.core.evaluate import EvalSpec, score_tasks
@@ -35,13 +35,13 @@ def call(
     client: int,
     state: State | None,
     message: Message | None,
-    moment: Moment,
+    place: Place,
     data: Data | None = None,
 ) -> tuple[State, Reply]:
     """Run `phase` on one client, wherever this is. `data`: what it sees now, when that is at hand already."""
-    ctx = setup.client(client, phase, moment, trainer)
+    ctx = setup.client(client, phase, place, trainer)
     plain: dict[str, Tree] | None = None if message is None else unwrap(addressed(message, client))
-    data = setup.data(client, phase, moment) if data is None else data
+    data = setup.data(client, phase, place) if data is None else data
     return run_client(setup.method, phase, state or new_state(setup.method, ctx), plain, data, ctx)
 
 
@@ -97,13 +97,13 @@ class Eager(OneTrainer):
         self.trainer = new_trainer(setup, build_module, device, precision)
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply]]:
         for client in clients:
             try:
-                state, reply = call(self.setup, self.trainer, phase, client, self.store.get(client), message, moment)
+                state, reply = call(self.setup, self.trainer, phase, client, self.store.get(client), message, place)
             except CLIENT_FAULTS as error:
-                raise ClientError(client, phase.name, moment.round, error) from error
+                raise ClientError(client, phase.name, place.round, error) from error
             self.store.put(client, state)
             yield client, reply
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment, Setup
+from everfed.core.context import Place, Setup
 from everfed.core.data import Data, DataCache, device_memory
 from everfed.core.engine import ClientError
 from everfed.core.message import Message, State
@@ -71,17 +71,17 @@ class Graphs(OneTrainer):
 
     # phases ------------------------------------------------------------------------------------------------------
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply]]:
         per_wave = max(1, WAVE_BYTES // (4 * self.setup.facts.layout.size + 1))
         for start in range(0, len(clients), per_wave):
-            yield from self._wave(phase, clients[start : start + per_wave], message, moment)
+            yield from self._wave(phase, clients[start : start + per_wave], message, place)
 
     def _wave(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply]]:
         """Run some clients on all slots, wait for them on the device, and yield their replies in order."""
-        data = {client: self.data.get(self.setup, client, phase, moment) for client in clients}
+        data = {client: self.data.get(self.setup, client, phase, place) for client in clients}
         setting = self.tuner.choose(len(clients))
         slots = self._use_slots(setting.slots, max(map(len, data.values())))
         captures, kinds = sum(slot.captures for slot in slots), slots[0].kinds
@@ -97,7 +97,7 @@ class Graphs(OneTrainer):
                     if failed.is_set():
                         return
                     with self._capturing.working():
-                        given = (slot, phase, client, message, moment, data[client])
+                        given = (slot, phase, client, message, place, data[client])
                         states[client], replies[client] = self._client(*given)
             except BaseException:
                 failed.set()
@@ -152,15 +152,15 @@ class Graphs(OneTrainer):
         return self._executor
 
     def _client(
-        self, slot: CapturedTrainer, phase: Phase, client: int, message: Message | None, moment: Moment, data: Data
+        self, slot: CapturedTrainer, phase: Phase, client: int, message: Message | None, place: Place, data: Data
     ) -> tuple[State, Reply]:
         state: State | None = self.store.get(client)
         _used_on(slot.cuda_stream, state or {})
         try:
             with torch.cuda.stream(slot.cuda_stream):
-                return call(self.setup, slot, phase, client, state, message, moment, data)
+                return call(self.setup, slot, phase, client, state, message, place, data)
         except CLIENT_FAULTS as error:
-            raise ClientError(client, phase.name, moment.round, error) from error
+            raise ClientError(client, phase.name, place.round, error) from error
 
     # how many slots -------------------------------------------------------------------------------------------------
     def _recall(self, kinds: int) -> None:
@@ -294,7 +294,7 @@ class DeviceData:
         self.device = device
         self._kept = DataCache(int(device_memory(device)[0] * _SHARE))
 
-    def get(self, setup: Setup, client: int, phase: Phase, moment: Moment) -> Data:
-        task = None if phase.name == EVALUATE else moment.plan.tasks.get(client)
-        key = (client, task, moment.round if client in moment.plan.drifting else None)
-        return self._kept.get(key, lambda: setup.data(client, phase, moment).to(self.device))
+    def get(self, setup: Setup, client: int, phase: Phase, place: Place) -> Data:
+        task = None if phase.name == EVALUATE else place.plan.tasks.get(client)
+        key = (client, task, place.round if client in place.plan.drifting else None)
+        return self._kept.get(key, lambda: setup.data(client, phase, place).to(self.device))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment, Setup
+from everfed.core.context import Place, Setup
 from everfed.core.engine import ClientError, Engine
 from everfed.core.evaluate import EvalSpec, score_tasks, stacked
 from everfed.core.message import MODEL, Message, Model, common, own, unwrap, with_own
@@ -89,11 +89,11 @@ class Processes(Engine):
 
     # phases ------------------------------------------------------------------------------------------------------
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply]]:
         header = None if message is None else self.broadcast.write(unwrap(common(message)))
         self._own = {client: own(message or {}, client) for client in clients}
-        call = {"phase": phase.name, "round": moment.round, "repeat": moment.repeat, "message": header}
+        call = {"phase": phase.name, "round": place.round, "repeat": place.repeat, "message": header}
         early: dict[int, Reply] = {}
         waiting = list(clients)
         for client, reply in self._run(self._hands(clients), call):
@@ -155,8 +155,8 @@ class Processes(Engine):
         except (EOFError, OSError) as error:
             raise ClientError(client, shared["phase"], shared["round"], crew.cause_of_death()) from error
         if "error" in answer:
-            place = client, shared["phase"], shared["round"]
-            raise failed(*place, from_note(answer["note"])) if answer["note"] else ClientError(*place, answer["error"])
+            where = client, shared["phase"], shared["round"]
+            raise failed(*where, from_note(answer["note"])) if answer["note"] else ClientError(*where, answer["error"])
         tree = crew.lanes[lane].outbox.read(answer["header"], copy=True)
         crew.free.append(lane)
         self.store.put(client, tree["state"])
@@ -270,13 +270,13 @@ class Worker:
 
     def _client(self, request: dict[str, Any], message: Message | None) -> dict[str, Any]:
         plan: RoundPlan = self._plan(request["round"])
-        moment = Moment(request["round"], plan, request["repeat"])
+        place = Place(request["round"], plan, request["repeat"])
         lane = self.lanes[request["lane"]]
         if message is not None:
             message = with_own(message, lane.inbox.read(request["own"], copy=False))
         state = None if request["state"] is None else lane.inbox.read(request["state"], copy=False)
         phase = self._phases[request["phase"]]
-        state, reply = call(self.setup, self.trainer, phase, request["client"], state, message, moment)
+        state, reply = call(self.setup, self.trainer, phase, request["client"], state, message, place)
         header = lane.outbox.write({"state": state, "values": reply.values})
         loss = None if reply.loss is None else float(reply.loss)
         return {"header": header, "samples": reply.samples, "steps": reply.steps, "loss": loss}

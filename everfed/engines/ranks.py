@@ -20,7 +20,7 @@ from torch import Tensor
 
 from everfed.core import tree
 from everfed.core.client import Reply
-from everfed.core.context import Moment
+from everfed.core.context import Place
 from everfed.core.engine import Absent, Engine, Replies, Trained
 from everfed.core.evaluate import EvalSpec, stacked
 from everfed.core.message import Message, Model
@@ -43,10 +43,10 @@ class Ranks(Engine):
         self.inner, self.group = inner, group
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
         """The replies of this rank's own clients; `merge` brings in the rest."""
-        return self.inner.exchange(phase, [c for c in clients if self.group.owns(c)], message, moment)
+        return self.inner.exchange(phase, [c for c in clients if self.group.owns(c)], message, place)
 
     def merge(self, replies: Replies) -> None:
         """Add up what all ranks took in."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from everfed.core import tree
 from everfed.core.client import Reply, synchronises
-from everfed.core.context import Moment, Setup
+from everfed.core.context import Place, Setup
 from everfed.core.handle import Client
 from everfed.core.message import MODEL, Model, Values
 from everfed.core.phase import EVALUATE, TRAIN, Collect, Phase, When
@@ -83,19 +83,19 @@ class Expected:
     limits: Limits = Limits()
 
 
-def expected_reply(setup: Setup, phase: Phase, moment: Moment, model: Model) -> Expected:
+def expected_reply(setup: Setup, phase: Phase, place: Place, model: Model) -> Expected:
     """What clients may reply in `phase`. The shapes of the trained model come from a call of the aggregating part's
     `upload` on the server's model; other values that are added up must have the form that most clients send.
     A reply may be as large as 64 models (a collected pool of tasks, say)."""
     reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else setup.method.reducers(phase)
-    silent = phase.name == TRAIN and not synchronises(setup.server(TRAIN, moment))
+    silent = phase.name == TRAIN and not synchronises(setup.server(TRAIN, place))
     training = phase.name == TRAIN and not silent
     added_up = {f"{p}/{k}" for p, keys in reducers.items() for k, r in keys.items() if not isinstance(r, Collect)}
     outer = phase.when is not When.INSIDE
     added = {part.name: part.adds for part in setup.method.protections if part.adds and outer}
     return Expected(
         {**({} if silent else {part: frozenset(keys) for part, keys in reducers.items()}), **added},
-        _tensors(setup.method.aggregator.name, uploaded(setup, moment, model)) if training else {},
+        _tensors(setup.method.aggregator.name, uploaded(setup, place, model)) if training else {},
         frozenset(added_up),
         Limits(bytes=largest_reply(model)),
     )
@@ -110,9 +110,9 @@ def largest_reply(model: Model) -> int:
     return 64 * tree.tensor_bytes({MODEL: dict(model)}) + (1 << 20)
 
 
-def uploaded(setup: Setup, moment: Moment, model: Model) -> Values:
+def uploaded(setup: Setup, place: Place, model: Model) -> Values:
     """What a client would send that left the model as it was."""
-    aggregator, context = setup.method.aggregator, setup.server(TRAIN, moment)
+    aggregator, context = setup.method.aggregator, setup.server(TRAIN, place)
     client = Client(aggregator.name, {}, context, {MODEL: dict(model)}, model, setup.facts.blank, read_only=True)
     return aggregator.upload(client)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment, Setup
+from everfed.core.context import Place, Setup
 from everfed.core.message import Model
 from everfed.core.part import overrides
 from everfed.core.phase import Mean, Phase
@@ -52,12 +52,12 @@ def _form(value: Any, exact: bool) -> str:
 
 
 def find_outliers(
-    setup: Setup, moment: Moment, model: Model, replies: Mapping[int, Reply], factor: float
+    setup: Setup, place: Place, model: Model, replies: Mapping[int, Reply], factor: float
 ) -> dict[int, Refusal]:
     """The clients whose trained models are too far from the model that they were sent: more than `factor` times the
     median of all replies, which a minority cannot move beyond what honest clients send."""
     part = setup.method.aggregator
-    unmoved = uploaded(setup, moment, model)
+    unmoved = uploaded(setup, place, model)
     refused: dict[int, Refusal] = {}
     for key, base in unmoved.items():
         if not isinstance(base, Tensor) or not base.is_floating_point():
@@ -89,22 +89,22 @@ class SampleClaims:
         self._rehearses = any(overrides(part, "receive") for part in setup.method.parts)  # samples of earlier tasks
         self._held: dict[tuple[int, int], int] = {}  # (client, task) -> samples in the server's own stream
 
-    def capped(self, phase: Phase, moment: Moment, claims: Mapping[int, int]) -> dict[int, int]:
+    def capped(self, phase: Phase, place: Place, claims: Mapping[int, int]) -> dict[int, int]:
         """{client: as how many it counts}, for those whose claim is larger."""
         reducers = self.setup.method.reducers(phase)
         if not any(isinstance(r, Mean) and r.weighted for keys in reducers.values() for r in keys.values()):
             return {}
         middle = int(median(sorted(claims.values()))) if claims else 0
-        most = {client: self._most(client, moment, middle) for client in claims}
+        most = {client: self._most(client, place, middle) for client in claims}
         return {client: most[client] for client, claim in claims.items() if claim > most[client]}
 
-    def _most(self, client: int, moment: Moment, middle: int) -> int:
+    def _most(self, client: int, place: Place, middle: int) -> int:
         allowed = self.allowed(client)
         if allowed is not None:
             return allowed
         if self.setup.stream.private_data:
             return middle
-        own = moment.plan.tasks.get(client, moment.plan.task)
+        own = place.plan.tasks.get(client, place.plan.task)
         earlier = range(own) if self._rehearses else ()
         return self._size(client, own) + sum(self._size(client, task) for task in earlier)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment, Place, Setup
+from everfed.core.context import Place, PlaceKey, Setup
 from everfed.core.engine import Absent, ClientError, PhaseCall
 from everfed.core.events import Observer
 from everfed.core.message import MODEL, Message, Model, unwrap
@@ -40,17 +40,17 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class OutgoingPhase:
-    """A phase at its moment, with its message encoded."""
+    """A phase at its place in the run, with its message encoded."""
 
     phase: Phase
-    moment: Moment
+    place: Place
     encoder: MessageEncoder
 
     def step(self, client: int) -> Step:
         """The step that `client` is to make."""
-        plan, encoder = self.moment.plan, self.encoder
+        plan, encoder = self.place.plan, self.encoder
         name, task = encoder.name(client), plan.tasks.get(client, -1)
-        return Step(self.phase.name, self.moment.place, task, name, encoder.once, client in plan.drifting)
+        return Step(self.phase.name, self.place.key, task, name, encoder.once, client in plan.drifting)
 
 
 Early = dict[int, tuple[Step, Reply | Absent]]  # by client: replies that came with those of an earlier phase
@@ -70,7 +70,7 @@ class Federated(OneTrainer):
         transport: Transport,
         identity: RunIdentity,
         options: PhaseOptions,
-        durable: Callable[[], Place],
+        durable: Callable[[], PlaceKey],
         notify: Observer = lambda event: None,
         outlier: float = OUTLIER,
         allowed: Callable[[int], int | None] = lambda client: None,
@@ -86,21 +86,21 @@ class Federated(OneTrainer):
         self._holds: dict[int, frozenset[str]] = {}  # client -> the payloads that it has
         self._sent_recipe: set[int] = set()  # clients that have the recipe
         self._batched: tuple[OutgoingPhase, ...] = ()  # phases to send with the next one
-        self._early: dict[Place, Early] = {}
+        self._early: dict[PlaceKey, Early] = {}
         self._given_up: set[int] = set()  # clients that were given up in the last phase they were in
         self.bytes_sent = self.bytes_received = 0
 
     def batch(self, calls: Sequence[PhaseCall]) -> None:
-        self._batched = tuple(OutgoingPhase(one.phase, one.moment, MessageEncoder(one.message)) for one in calls)
+        self._batched = tuple(OutgoingPhase(one.phase, one.place, MessageEncoder(one.message)) for one in calls)
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
-        outgoing = OutgoingPhase(phase, moment, MessageEncoder(message))
+        outgoing = OutgoingPhase(phase, place, MessageEncoder(message))
         self._model = _sent_model(message) or self._model
-        early = self._early.pop(moment.place, None)
+        early = self._early.pop(place.key, None)
         replies = self._send(outgoing, clients) if early is None else self._early_replies(outgoing, early)
-        return iter(self._usable(self._checked(outgoing, replies), phase, moment).items())
+        return iter(self._usable(self._checked(outgoing, replies), phase, place).items())
 
     def _send(self, outgoing: OutgoingPhase, clients: Sequence[int]) -> dict[int, Reply | Absent]:
         """Send this phase together with the batched ones, whose replies are stored until the runner comes to them."""
@@ -120,7 +120,7 @@ class Federated(OneTrainer):
         self._early = {}
         for index, one in enumerate(phases[1:], start=1):
             early = {c: answer if isinstance(answer, Absent) else answer[index] for c, answer in found.items()}
-            self._early[one.moment.place] = {c: (one.step(c), answer) for c, answer in early.items()}
+            self._early[one.place.key] = {c: (one.step(c), answer) for c, answer in early.items()}
         return {c: answer if isinstance(answer, Absent) else answer[0] for c, answer in found.items()}
 
     def _early_replies(self, outgoing: OutgoingPhase, early: Early) -> dict[int, Reply | Absent]:
@@ -132,7 +132,7 @@ class Federated(OneTrainer):
     def _checked(self, outgoing: OutgoingPhase, replies: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:
         """Replies that may not be used are replaced by Absent and reported."""
         phase = outgoing.phase
-        expected = expected_reply(self.setup, phase, outgoing.moment, self._model)
+        expected = expected_reply(self.setup, phase, outgoing.place, self._model)
         checked = dict(replies)
         for client, reply in replies.items():
             refusal = None if isinstance(reply, Absent) else check_reply(reply, expected)
@@ -145,14 +145,14 @@ class Federated(OneTrainer):
 
     def _compared(self, outgoing: OutgoingPhase, replies: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:
         """Bounds that depend on what the others sent: outliers are refused, and claims of samples are capped."""
-        phase, moment = outgoing.phase, outgoing.moment
+        phase, place = outgoing.phase, outgoing.place
         found = {client: reply for client, reply in replies.items() if isinstance(reply, Reply)}
         if phase.name != TRAIN:
             return replies
-        outliers = find_outliers(self.setup, moment, self._model, found, self.outlier) if self.outlier else {}
+        outliers = find_outliers(self.setup, place, self._model, found, self.outlier) if self.outlier else {}
         compared = {**replies, **{c: self._reject(c, phase, refusal) for c, refusal in outliers.items()}}
         claims = {c: reply.samples for c, reply in found.items() if c not in outliers and reply.samples}
-        for client, samples in self.claims.capped(phase, moment, claims).items():
+        for client, samples in self.claims.capped(phase, place, claims).items():
             compared[client] = replace(found[client], samples=samples)
             text = f"client {client} claims {claims[client]} samples and counts for {samples}; see federation.samples"
             self.notify({"event": "warning", "message": text})
@@ -163,14 +163,14 @@ class Federated(OneTrainer):
         self.notify({**event, "reason": str(refusal)})
         return Absent(REJECTED, str(refusal))
 
-    def _usable(self, replies: dict[int, Reply | Absent], phase: Phase, moment: Moment) -> dict[int, Reply | Absent]:
+    def _usable(self, replies: dict[int, Reply | Absent], phase: Phase, place: Place) -> dict[int, Reply | Absent]:
         """Raises ClientError when fewer replies can be used than a phase needs: one, or federation.minimum."""
         absent = {client: reply for client, reply in replies.items() if isinstance(reply, Absent)}
         left = len(replies) - len(absent)
         if absent and (left == 0 or not self.options.suffices(left, len(replies))):
             client, why = next(iter(absent.items()))
             rest = "so did all others" if left == 0 else f"{left} replies are left, fewer than federation.minimum"
-            raise ClientError(client, phase.name, moment.round, f"{why.kind}: {why.reason}; {rest}")
+            raise ClientError(client, phase.name, place.round, f"{why.kind}: {why.reason}; {rest}")
         return replies
 
     def _request(self, client: int, phases: Sequence[OutgoingPhase]) -> Request:

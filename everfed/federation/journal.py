@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.core import tree
-from everfed.core.context import Place
+from everfed.core.context import PlaceKey
 from everfed.core.message import State
 from everfed.core.tree import Tree
 from everfed.store.files import make_folder, remove_temporaries, write_atomic
@@ -45,15 +45,15 @@ class Journal:
         make_folder(folder)
         remove_temporaries(folder)
         self.epoch = self._read_epoch()
-        self._last_state: tuple[Place, State] | None = None
-        self._entries: dict[Place, Entry] = {}
+        self._last_state: tuple[PlaceKey, State] | None = None
+        self._entries: dict[PlaceKey, Entry] = {}
         for path in folder.glob(f"*{_SUFFIX}"):
             content = tree.from_bytes(path.read_bytes())
             entry = Entry(str(content["request"]), int(content["epoch"]), content["state"] is not None)
             self._entries[_place(path)] = entry
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[PlaceKey]:
         """The places of all steps, in order."""
         return sorted(self._entries)
 
@@ -70,7 +70,7 @@ class Journal:
             write_atomic(self.folder / EPOCH, str(epoch).encode())
             self.epoch = epoch
 
-    def find(self, place: Place, request: str) -> Tree | None:
+    def find(self, place: PlaceKey, request: str) -> Tree | None:
         """The stored reply to this request, or None. Steps of an earlier epoch from `place` on are removed; raises
         Stale when the place was passed in this epoch."""
         entry = self._entries.get(place)
@@ -84,7 +84,7 @@ class Journal:
             self._remove(other)
         return None
 
-    def before(self, place: Place) -> State | None:
+    def before(self, place: PlaceKey) -> State | None:
         """The client's state before `place`; None when it was never called."""
         earlier = [other for other in self.places if other < place and self._entries[other].has_state]
         if not earlier:
@@ -93,7 +93,7 @@ class Journal:
             self._last_state = (earlier[-1], self._read(earlier[-1])["state"])
         return self._last_state[1]
 
-    def record(self, place: Place, request: str, state: State, reply: Tree) -> None:
+    def record(self, place: PlaceKey, request: str, state: State, reply: Tree) -> None:
         """Write a step to disk."""
         before = self.before(place)
         changed = before is None or not tree.equal(before, state)
@@ -103,7 +103,7 @@ class Journal:
         if changed:
             self._last_state = (place, state)
 
-    def forget(self, durable: Place) -> None:
+    def forget(self, durable: PlaceKey) -> None:
         """Remove the steps before `durable`, except the last one with a state: later steps start from it."""
         passed = [place for place in self.places if place < durable]
         states = [place for place in passed if self._entries[place].has_state]
@@ -111,16 +111,16 @@ class Journal:
             if place not in states[-1:]:
                 self._remove(place)
 
-    def _remove(self, place: Place) -> None:
+    def _remove(self, place: PlaceKey) -> None:
         self._path(place).unlink(missing_ok=True)
         del self._entries[place]
         if self._last_state is not None and self._last_state[0] == place:
             self._last_state = None
 
-    def _read(self, place: Place) -> Tree:
+    def _read(self, place: PlaceKey) -> Tree:
         return tree.from_bytes(self._path(place).read_bytes())
 
-    def _path(self, place: Place) -> Path:
+    def _path(self, place: PlaceKey) -> Path:
         return self.folder / f"{'.'.join(map(str, place))}{_SUFFIX}"
 
     def _read_epoch(self) -> int:
@@ -128,6 +128,6 @@ class Journal:
         return int(path.read_text()) if path.exists() else 0
 
 
-def _place(path: Path) -> Place:
+def _place(path: Path) -> PlaceKey:
     round_index, position, repeat, stage = map(int, path.name.removesuffix(_SUFFIX).split("."))
     return round_index, position, repeat, stage

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from everfed.core.context import Place
+from everfed.core.context import PlaceKey
 from everfed.federation.packet import PROTOCOL, Packet, PacketError, Value, digest
 from everfed.federation.runs import is_run
 
@@ -26,7 +26,7 @@ class Step:
     one task."""
 
     phase: str
-    place: Place
+    place: PlaceKey
     task: int
     body: str
     once: tuple[tuple[str, str, str], ...] = ()
@@ -66,7 +66,7 @@ class Request:
     client: int
     recipe: str
     scale: float
-    durable: Place
+    durable: PlaceKey
     steps: tuple[Step, ...]
 
     def header(self) -> dict[str, Value]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from flwr.serverapp import Grid
 
-    from everfed.core.context import Place
+    from everfed.core.context import PlaceKey
     from everfed.core.engine import Engine
     from everfed.core.events import Observer
     from everfed.federation.flower.grid import Node
@@ -55,7 +55,7 @@ def serve(serving: Serving, open_grid: Callable[[], Grid], observers: Sequence[O
         recipe = scaled(_with_memory_format(serving.recipe, folder), serving.scale)
         assembly = assemble(recipe, serving.data_dir, serving.scale)
 
-        def build(assembly: Assembly, notify: Observer, durable: Callable[[], Place]) -> Engine:
+        def build(assembly: Assembly, notify: Observer, durable: Callable[[], PlaceKey]) -> Engine:
             return _engine(serving, folder, assembly, open_grid, notify, durable)
 
         # a sum that was opened can only be opened again with the same clients, so none is left to be repeated
@@ -100,7 +100,7 @@ def _engine(
     assembly: Assembly,
     open_grid: Callable[[], Grid],
     notify: Observer,
-    durable: Callable[[], Place],
+    durable: Callable[[], PlaceKey],
 ) -> Engine:
     from everfed.federation.audit import AUDIT, AuditedTransport, AuditLog, noted
     from everfed.federation.engine import Federated, RunIdentity

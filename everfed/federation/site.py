@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.core.client import Reply, new_state, sealed
-from everfed.core.context import Attempt, Credentials, Moment, Setup
+from everfed.core.context import Attempt, Credentials, Place, Setup
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.handle import Client
 from everfed.core.message import Message, State, unwrap
@@ -296,22 +296,22 @@ class _Call:
         round_index, position, repeat, stage = step.place
         tasks = {client: step.task} if step.task >= 0 else {}
         plan = RoundPlan(max(step.task, 0), (client,), tasks, drifting=frozenset({client} if step.drifting else ()))
-        self.moment = Moment(round_index, plan, repeat, position, stage, attempt)
+        self.place = Place(round_index, plan, repeat, position, stage, attempt)
 
     def answered(self) -> tuple[State, Reply]:
         store = self.runtime.store
         store.clear()
         if self.before is not None:
             store.put(self.client, self.before)
-        ((_, reply),) = self.runtime.engine.exchange(self.phase, (self.client,), self.message, self.moment)
+        ((_, reply),) = self.runtime.engine.exchange(self.phase, (self.client,), self.message, self.place)
         if isinstance(reply, Absent):
-            raise ClientError(self.client, self.phase.name, self.moment.round, reply.reason)
+            raise ClientError(self.client, self.phase.name, self.place.round, reply.reason)
         return store.get(self.client) or {}, reply
 
     def nothing(self) -> tuple[State, Reply]:
         """The reply to a step that failed, under noise of the client's own: its state is as before."""
         setup, message = self.runtime.setup, None if self.message is None else unwrap(self.message)
-        context = setup.client(self.client, self.phase, self.moment, self.runtime.engine.workbench())
+        context = setup.client(self.client, self.phase, self.place, self.runtime.engine.workbench())
         state = self.before or new_state(setup.method, context)
         part = protection(setup.method)
         assert part is not None  # hides_failures

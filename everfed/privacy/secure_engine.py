@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.context import Ledger, Moment, Setup
+from everfed.core.context import Ledger, Place, Setup
 from everfed.core.engine import Absent, Engine, Replies, Trained
 from everfed.core.evaluate import EvalSpec
 from everfed.core.events import Observer
@@ -56,7 +56,7 @@ class Secured(Engine):
         self._stage = 0  # of the current phase: every exchange has a place of its own
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
         """Yields which clients are absent, and empty replies of the others: their sum comes with `merge`."""
         self._sums, self._traffic, self._stage, self._broken = None, Traffic(), 0, 0
@@ -65,12 +65,12 @@ class Secured(Engine):
                 f"privacy.secure_aggregation: phase {phase.name!r} sends clients messages of their own; they could not "
                 "know that all were asked the same"
             )
-        replies, absent = self._gather(phase, clients, message, moment)
-        if self.part.adds_up(phase, Server(NAME, {}, self.setup.server(phase.name, moment))):
-            secured = SecurePhase(self, phase, moment, replies, absent)
+        replies, absent = self._gather(phase, clients, message, place)
+        if self.part.adds_up(phase, Server(NAME, {}, self.setup.server(phase.name, place))):
+            secured = SecurePhase(self, phase, place, replies, absent)
             self._sums, self._broken = secured.run(), secured.broken
             self._asked = len(replies)
-            self._warn(phase, moment)
+            self._warn(phase, place)
         for client in clients:
             yield client, absent[client] if client in absent else Reply({})
 
@@ -89,21 +89,21 @@ class Secured(Engine):
         replies.trained = _anonymous(self._sums, 2 * self._broken > self._asked)
 
     def request(
-        self, step: str, clients: Sequence[int], message: Message, moment: Moment
+        self, step: str, clients: Sequence[int], message: Message, place: Place
     ) -> tuple[dict[int, Tree], dict[int, Absent]]:
         """One step of the protocol on `clients`: their replies, and which are absent."""
         for client in clients:
             self._traffic.sent(payload_bytes(addressed(message, client), {}))
         self._stage += 1
-        replies, absent = self._gather(self._steps[step], clients, message, replace(moment, stage=self._stage))
+        replies, absent = self._gather(self._steps[step], clients, message, replace(place, stage=self._stage))
         return {client: reply.values.get(NAME, {}) for client, reply in replies.items()}, absent
 
     def _gather(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> tuple[dict[int, Reply], dict[int, Absent]]:
         replies: dict[int, Reply] = {}
         absent: dict[int, Absent] = {}
-        for client, reply in self.inner.exchange(phase, clients, message, moment):
+        for client, reply in self.inner.exchange(phase, clients, message, place):
             if isinstance(reply, Absent):
                 absent[client] = reply
             else:
@@ -113,17 +113,17 @@ class Secured(Engine):
             absent[client] = Absent("failed", "no answer")
         return replies, absent
 
-    def opened_set(self, moment: Moment) -> list[int] | None:
+    def opened_set(self, place: Place) -> list[int] | None:
         """The clients whose sum was opened at this place before the server was stopped."""
-        known = self.ledger.find(_opened_key(moment)) if self.ledger is not None else None
+        known = self.ledger.find(_opened_key(place)) if self.ledger is not None else None
         return None if known is None else [int(client) for client in known.split(",")]
 
-    def record_opened(self, moment: Moment, clients: list[int]) -> None:
+    def record_opened(self, place: Place, clients: list[int]) -> None:
         if self.ledger is not None:
-            self.ledger.record(_opened_key(moment), set_text(clients))
+            self.ledger.record(_opened_key(place), set_text(clients))
 
-    def _warn(self, phase: Phase, moment: Moment) -> None:
-        sums, where = self._sums, f"secure aggregation, phase {phase.name!r} of round {moment.round}"
+    def _warn(self, phase: Phase, place: Place) -> None:
+        sums, where = self._sums, f"secure aggregation, phase {phase.name!r} of round {place.round}"
         if sums is None:
             message = f"{where}: what was opened is no sum of replies, so at least one client sent a false vector; it "
             self.notify({"event": "warning", "message": message + "cannot be known which, and the sum is not used"})
@@ -145,8 +145,8 @@ class Secured(Engine):
         self.inner.close()
 
 
-def _opened_key(moment: Moment) -> str:
-    return f"opened {moment.round}.{moment.position}.{moment.repeat}"
+def _opened_key(place: Place) -> str:
+    return f"opened {place.round}.{place.position}.{place.repeat}"
 
 
 def _anonymous(sums: Sums, broken: bool) -> list[Trained]:

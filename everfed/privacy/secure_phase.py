@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment
+from everfed.core.context import Place
 from everfed.core.engine import Absent
 from everfed.core.message import Message
 from everfed.core.phase import Phase
@@ -29,9 +29,9 @@ class SecurePhase:
     """One phase's protocol: attempts at a sum, each with fresh keys, until one is opened."""
 
     def __init__(
-        self, engine: Secured, phase: Phase, moment: Moment, replies: dict[int, Reply], absent: dict[int, Absent]
+        self, engine: Secured, phase: Phase, place: Place, replies: dict[int, Reply], absent: dict[int, Absent]
     ) -> None:
-        self.engine, self.phase, self.moment, self.absent = engine, phase, moment, absent
+        self.engine, self.phase, self.place, self.absent = engine, phase, place, absent
         self.forms: dict[int, Form] = {}
         self.keys: dict[int, bytes] = {}
         self.signed: dict[int, str] = {}  # passed on to the others, who check it
@@ -42,7 +42,7 @@ class SecurePhase:
         self._leave_out_who_was_asked_otherwise()
         self._leave_out_other_forms()
         self._leave_out_large_forms()
-        self.opened = engine.opened_set(moment)
+        self.opened = engine.opened_set(place)
         self._keep_to_the_opened_set()
 
     def _advertised(self, client: int, values: Tree) -> None:
@@ -135,8 +135,8 @@ class SecurePhase:
     def _members(self) -> Members:
         clients = self.clients
         forms = {client: form_to_text(self.forms[client]) for client in clients}
-        place = f"{self.moment.round}.{self.moment.repeat}"
-        bound = where(self.phase.name, place, self.asked[clients[0]])
+        number = f"{self.place.round}.{self.place.repeat}"
+        bound = where(self.phase.name, number, self.asked[clients[0]])
         return Members({client: self.keys[client] for client in clients}, forms, bound, self.signed)
 
     def _renew_keys(self) -> None:
@@ -149,7 +149,7 @@ class SecurePhase:
                 self._take_keys(client, keys, answer)
 
     def request(self, step: str, clients: list[int], message: Message, counts: bool = True) -> dict[int, Tree]:
-        answers, absent = self.engine.request(step, clients, message, self.moment)
+        answers, absent = self.engine.request(step, clients, message, self.place)
         if counts:  # a client whose vector has arrived counts, even if it is lost later
             self.absent.update(absent)
         return answers
@@ -174,7 +174,7 @@ class SecurePhase:
             )
 
     def where(self) -> str:
-        return f"secure aggregation of phase {self.phase.name!r} in round {self.moment.round}"
+        return f"secure aggregation of phase {self.phase.name!r} in round {self.place.round}"
 
     def warn(self, client: int, reason: str) -> None:
         """Name a client that lied, but whose vector counts."""

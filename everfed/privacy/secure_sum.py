@@ -166,7 +166,7 @@ class SecureSum:
         return keys
 
     def _unmask(self, dealt: dict[int, _Dealt], votes: dict[int, Tree], alive: list[int]) -> dict[int, bytes]:
-        self.phase.engine.record_opened(self.phase.moment, alive)
+        self.phase.engine.record_opened(self.phase.place, alive)
         answers = self._reveal(UNMASK, votes)
         shares = {client: by_client(answer.get("seeds"), 2 * shamir.SHARE) for client, answer in answers.items()}
         for client in alive:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from everfed.core.context import Place
+from everfed.core.context import PlaceKey
 from everfed.core.events import Observer
 from everfed.core.message import State
 from everfed.core.method import Method
@@ -61,7 +61,7 @@ class ClientLedger:
             why = "no [privacy.dp]" if part is None else "privacy.dp.seed set, so that its noise hides nothing"
             raise BudgetSpent(f"this client has a privacy budget of {self.budget:g}, and the recipe has {why}")
 
-    def charge(self, method: Method, phase: Phase, run: str, place: Place, request: str) -> None:
+    def charge(self, method: Method, phase: Phase, run: str, place: PlaceKey, request: str) -> None:
         """Charge what the reply to a request may cost, once. request: a digest of all that the reply is computed from,
         but for the samples. Raises BudgetSpent."""
         part = protection(method)
@@ -70,7 +70,7 @@ class ClientLedger:
         elif part.most_values(phase):
             self._add(run, place, request, part.multiplier(part.most_values(phase)))
 
-    def record(self, method: Method, run: str, place: Place, request: str, state: State) -> None:
+    def record(self, method: Method, run: str, place: PlaceKey, request: str, state: State) -> None:
         """Record the content of a reply before it is sent. state: the client's, after the step. The first content of a
         request is paid for; another one, of samples that changed, is a further release. Raises BudgetSpent."""
         part = protection(method)
@@ -84,7 +84,7 @@ class ClientLedger:
         else:
             self._add(run, place, content, float(state[NAME]["multiplier"]))
 
-    def _add(self, run: str, place: Place, release: str, multiplier: float) -> None:
+    def _add(self, run: str, place: PlaceKey, release: str, multiplier: float) -> None:
         if (run, release) in self._known:
             return
         after = Counter({**self._spent, multiplier: self._spent[multiplier] + 1})

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from everfed import engines, privacy
-from everfed.core.context import Place
+from everfed.core.context import PlaceKey
 from everfed.core.engine import Engine
 from everfed.core.evaluate import EvalOptions
 from everfed.core.events import Observer
@@ -42,7 +42,7 @@ LEDGER = "ledger.jsonl"  # of a federation: what its clients were asked to revea
 class BuildEngine(Protocol):
     """Makes the engine of a run whose clients are elsewhere. durable: from where a run that is killed now goes on."""
 
-    def __call__(self, assembly: Assembly, notify: Observer, durable: Callable[[], Place]) -> Engine: ...
+    def __call__(self, assembly: Assembly, notify: Observer, durable: Callable[[], PlaceKey]) -> Engine: ...
 
 
 def execute(

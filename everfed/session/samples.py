@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.context import Moment
+from everfed.core.context import Place
 from everfed.core.handle import Server
 from everfed.engines.eager import new_trainer
 from everfed.errors import UserError
@@ -68,7 +68,7 @@ def sample(folder: RunFolder, assembly: Assembly, per_class: int) -> Sheet:
     images, labels = [], []
     classes = sorted({label for task in range(setup.stream.tasks) for label in setup.stream.labels(task)})
     for number in range(-(-TRIES * per_class * len(classes) // BATCH)):
-        context = setup.server("samples", Moment(index, setup.stream.round(index), number), trainer)
+        context = setup.server("samples", Place(index, setup.stream.round(index), number), trainer)
         try:
             made, found = part.sample(Server(part.name, state.server, context, read_only=True), BATCH)
         except ValueError as error:

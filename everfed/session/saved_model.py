@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from everfed import models
 from everfed.core.client import new_state, personal_model
-from everfed.core.context import Context, Facts, Moment, TrainOptions
+from everfed.core.context import Context, Facts, Place, TrainOptions
 from everfed.core.data import Data
 from everfed.core.handle import Server
 from everfed.core.layout import EXTRAS, AddsParameters, Extras, Layout
@@ -300,8 +300,8 @@ def personal_module(assembly: Assembly, client: int, own: State | None, shared: 
             "networks alone and cannot be exported"
         )
     index = setup.stream.rounds - 1
-    moment, phase = Moment(index, setup.stream.round(index)), setup.method.phases_by_name()[EVALUATE]
+    place, phase = Place(index, setup.stream.round(index)), setup.method.phases_by_name()[EVALUATE]
     trainer = new_trainer(setup, assembly.build_module)
-    ctx = setup.client(client, phase, moment, trainer)
+    ctx = setup.client(client, phase, place, trainer)
     whole = personal_model(setup.method, own or new_state(setup.method, ctx), {MODEL: dict(shared)}, ctx)
     return with_vectors(assembly, assembly.build_module(), whole).eval()

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from everfed.core import tree
-from everfed.core.context import Place
+from everfed.core.context import PlaceKey
 from everfed.core.server import RunState
 from everfed.core.tree import Tree
 from everfed.errors import UserError
@@ -76,7 +76,7 @@ class Checkpoints:
         self._last = time.monotonic()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self.durable: Place = (0, 0, 0, 0)  # a run that is killed resumes from here, or from later
+        self.durable: PlaceKey = (0, 0, 0, 0)  # a run that is killed resumes from here, or from later
         self._checksums: dict[int, tuple[int, str]] = {}  # client -> (version, checksum) of the newest known file
         make_folder(folder)
 
@@ -116,7 +116,7 @@ class Checkpoints:
         if failure is not None:
             raise failure
 
-    def _write_safely(self, run: Tree, versions: dict[int, int], dirty: dict[int, Tree], place: Place) -> None:
+    def _write_safely(self, run: Tree, versions: dict[int, int], dirty: dict[int, Tree], place: PlaceKey) -> None:
         try:
             self.write(run, versions, dirty)
             self.durable = place

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from everfed.core import tree
 from everfed.core.client import Reply
-from everfed.core.context import Moment, Setup, TrainOptions
+from everfed.core.context import Place, Setup, TrainOptions
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.evaluate import EvalOptions, EvalSpec
 from everfed.core.events import Diverged
@@ -229,9 +229,9 @@ class Logging(Engine):
         self.inner, self.up, self.down = inner, 0, 0
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply]]:
-        for client, reply in self.inner.exchange(phase, clients, message, moment):
+        for client, reply in self.inner.exchange(phase, clients, message, place):
             self.up += tree.tensor_bytes(crossed(reply.values))
             yield client, reply
 
@@ -373,24 +373,22 @@ class Backwards(Eager):
     """Runs clients last to first, and replies in the order it must."""
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply]]:
-        return iter(
-            sorted(super().exchange(phase, tuple(reversed(clients)), message, moment), key=lambda pair: pair[0])
-        )
+        return iter(sorted(super().exchange(phase, tuple(reversed(clients)), message, place), key=lambda pair: pair[0]))
 
 
 class Losing(Eager):
     """Client 1 cannot be reached in round 1."""
 
     def exchange(  # type: ignore[override]
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
         for client in clients:
-            if (client, moment.round) == (1, 1):
+            if (client, place.round) == (1, 1):
                 yield client, Absent("failed", "gone")
             else:
-                yield from super().exchange(phase, (client,), message, moment)
+                yield from super().exchange(phase, (client,), message, place)
 
 
 def test_a_round_goes_on_without_a_client_that_is_absent() -> None:

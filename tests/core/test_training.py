@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everfed.core import tree
 from everfed.core.client import run_client
-from everfed.core.context import Moment, TrainOptions
+from everfed.core.context import Place, TrainOptions
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
@@ -100,9 +100,9 @@ def test_a_training_changes_nothing_that_it_was_given(optimizer: Optimizer) -> N
     setup, first = bench.setup(), bench.run(rounds=1)
     state, message = first.clients[0], {"model": dict(first.state.model)}
     before = tree.clone(state)
-    moment, trainer = Moment(1, bench.stream.round(1)), bench.trainer(setup)
+    place, trainer = Place(1, bench.stream.round(1)), bench.trainer(setup)
     phase = setup.method.train_phase()
-    ctx = setup.client(0, phase, moment, trainer)
+    ctx = setup.client(0, phase, place, trainer)
     ends = [run_client(setup.method, phase, state, message, bench.stream.data(0, 0), ctx) for _ in range(2)]
     assert tree.equal(state, before)
     assert tree.equal(ends[0][0], ends[1][0]) and tree.equal(ends[0][1].values, ends[1][1].values)

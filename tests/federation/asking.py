@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from everfed.core.context import Place
+from everfed.core.context import PlaceKey
 from everfed.core.message import Message, Model
 from everfed.federation.codec import MessageEncoder, to_reply
 from everfed.federation.packet import Packet, digest
@@ -18,7 +18,7 @@ def request(
     message: Message | None = None,
     *,
     phase: str = "train",
-    place: Place = (0, 0, 0, 0),
+    place: PlaceKey = (0, 0, 0, 0),
     task: int = 0,
     run: str = "a1",
     epoch: int = 1,

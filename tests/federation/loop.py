@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from everfed.core.context import Place, Setup
+from everfed.core.context import PlaceKey, Setup
 from everfed.core.server import Runner, RunState
 from everfed.engines.eager import Eager
 from everfed.federation import packet as wire
@@ -102,7 +102,7 @@ def federated(
     """A run over `loop`. stop: may raise after a phase, as a kill would; durable: which states a checkpoint keeps."""
     setup = bench.setup()
     events: list[dict[str, object]] = []
-    saved: list[Place] = [state.place if state is not None else (0, 0, 0, 0)]
+    saved: list[PlaceKey] = [state.place if state is not None else (0, 0, 0, 0)]
 
     def save(reached: RunState, task_end: bool) -> None:
         if durable(reached):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment, TrainOptions
+from everfed.core.context import Place, TrainOptions
 from everfed.core.message import Model
 from everfed.core.optimizer import Optimizer
 from everfed.core.phase import EVALUATE, Phase
@@ -153,11 +153,11 @@ class Checked(Wire):
     seen = 0
     model: Model | None = None  # as it was last sent: whole, or the pieces that are trained
 
-    def exchange(self, phase, clients, message, moment):  # type: ignore[no-untyped-def]
+    def exchange(self, phase, clients, message, place):  # type: ignore[no-untyped-def]
         self.model = _sent_model(message) or self.model
         assert self.model is not None
-        expected = expected_reply(self.runner.setup, phase, moment, self.model)
-        replies = dict(super().exchange(phase, clients, message, moment))
+        expected = expected_reply(self.runner.setup, phase, place, self.model)
+        replies = dict(super().exchange(phase, clients, message, place))
         assert find_other_forms(expected, replies) == {}
         for client, reply in replies.items():
             assert check_reply(reply, expected) is None
@@ -182,16 +182,16 @@ def test_no_preset_has_a_reply_refused(name: str) -> None:
 def test_the_form_of_the_model_is_known_before_anybody_answered() -> None:
     bench = Bench("fedgp+der", module=Norm)
     setup, model = bench.setup(), bench.model()
-    expected = expected_reply(setup, setup.method.train_phase(), Moment(0, bench.stream.round(0)), model)
+    expected = expected_reply(setup, setup.method.train_phase(), Place(0, bench.stream.round(0)), model)
     assert expected.like == {f"fedavg/{key}": Spec.of(value) for key, value in model.items()}
 
 
 def test_nothing_is_expected_where_nothing_is_sent() -> None:
     bench = Bench("fedavg", train=TrainOptions(1, 5, Optimizer(lr=0.05), sync_every=2))
     setup = bench.setup()
-    silent = expected_reply(setup, setup.method.train_phase(), Moment(0, bench.stream.round(0)), bench.model())
+    silent = expected_reply(setup, setup.method.train_phase(), Place(0, bench.stream.round(0)), bench.model())
     assert silent.declared == {}
-    scored = expected_reply(setup, Phase(EVALUATE), Moment(0, bench.stream.round(0)), bench.model())
+    scored = expected_reply(setup, Phase(EVALUATE), Place(0, bench.stream.round(0)), bench.model())
     assert scored.declared == {EVALUATE: {"counts"}}
 
 

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from everfed.cli import app
-from everfed.core.context import Place
+from everfed.core.context import PlaceKey
 from everfed.core.engine import Engine
 from everfed.federation.client_model import client_model
 from everfed.federation.engine import Federated, RunIdentity
@@ -39,7 +39,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Assembly
     assembly = assemble(recipe)
     sites = {c: Site(folder / str(c), Identity(f"site-{c}", c), RuntimeBuilder()) for c in range(2)}
 
-    def build(assembly: Assembly, notify: Any, durable: Callable[[], Place]) -> Engine:
+    def build(assembly: Assembly, notify: Any, durable: Callable[[], PlaceKey]) -> Engine:
         identity = RunIdentity("a1", 1, to_toml(recipe), 1.0)
         return Federated(assembly.setup, assembly.build_module, Loop(sites), identity, PhaseOptions(), durable, notify)
 

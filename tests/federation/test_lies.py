@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment
+from everfed.core.context import Place
 from everfed.core.method import Method, compose
 from everfed.core.tree import to_bytes
 from everfed.federation.codec import reply_to_tree, to_reply
@@ -119,16 +119,16 @@ def moved(bench: Bench, lengths: list[float]) -> dict[int, Reply]:
 )
 def test_an_outlier_is_more_than_a_thousand_medians_away(lengths: list[float], refused: set[int]) -> None:
     bench = seven()
-    setup, moment = bench.setup(), Moment(0, bench.stream.round(0))
-    assert set(find_outliers(setup, moment, bench.model(), moved(bench, lengths), 1000.0)) == refused
+    setup, place = bench.setup(), Place(0, bench.stream.round(0))
+    assert set(find_outliers(setup, place, bench.model(), moved(bench, lengths), 1000.0)) == refused
 
 
 def test_what_is_sent_as_an_update_is_compared_with_zero() -> None:
     bench = seven(reducer="norm-clipping")
-    setup, moment = bench.setup(), Moment(0, bench.stream.round(0))
+    setup, place = bench.setup(), Place(0, bench.stream.round(0))
     base = torch.ones_like(bench.model()["params"])
     replies = {client: Reply({"fedavg": {"update": base * length}}) for client, length in enumerate((1.0, 1.0, 1e4))}
-    assert set(find_outliers(setup, moment, bench.model(), replies, 1000.0)) == {2}
+    assert set(find_outliers(setup, place, bench.model(), replies, 1000.0)) == {2}
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class Unknown(Toy):
 
 def capped(claims: dict[int, int], **known: int) -> dict[int, int]:
     bench = replace(seven(weighting="samples"), stream=Unknown(clients=7))
-    phase, moment = bench.build_method().train_phase(), Moment(0, bench.stream.round(0))
-    return SampleClaims(bench.setup(), lambda client: known.get(f"c{client}")).capped(phase, moment, claims)
+    phase, place = bench.build_method().train_phase(), Place(0, bench.stream.round(0))
+    return SampleClaims(bench.setup(), lambda client: known.get(f"c{client}")).capped(phase, place, claims)
 
 
 def test_where_only_the_client_knows_its_samples_it_counts_for_the_median_or_for_what_the_roster_allows() -> None:
@@ -157,18 +157,18 @@ def test_where_only_the_client_knows_its_samples_it_counts_for_the_median_or_for
 
 def test_claims_that_weigh_nothing_are_left_alone() -> None:
     bench = seven()
-    phase, moment = bench.build_method().train_phase(), Moment(0, bench.stream.round(0))
-    assert SampleClaims(bench.setup()).capped(phase, moment, {0: 10**9, 1: 1}) == {}
+    phase, place = bench.build_method().train_phase(), Place(0, bench.stream.round(0))
+    assert SampleClaims(bench.setup()).capped(phase, place, {0: 10**9, 1: 1}) == {}
 
 
 def test_a_rehearsal_may_bring_the_samples_of_earlier_tasks_back() -> None:
     stream = Toy(clients=2, tasks=3, sizes={(0, task): 10 + task for task in range(3)})
-    moment = Moment(4, stream.round(4))  # of the third task
+    place = Place(4, stream.round(4))  # of the third task
     for name, most in (("fedavg", 12), ("ideal", 10 + 11 + 12)):
         bench = Bench(name, {"fedavg": {"weighting": "samples"}}, stream=stream)
         claims, phase = SampleClaims(bench.setup()), bench.build_method().train_phase()
-        assert claims.capped(phase, moment, {0: most, 1: 12}) == {}
-        assert claims.capped(phase, moment, {0: most + 1, 1: 12}) == {0: most}
+        assert claims.capped(phase, place, {0: most, 1: 12}) == {}
+        assert claims.capped(phase, place, {0: most + 1, 1: 12}) == {0: most}
 
 
 def test_a_roster_knows_the_name_of_every_client(tmp_path: Path) -> None:

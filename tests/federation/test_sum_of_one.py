@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 
 from everfed.core import tree
-from everfed.core.context import Moment, Setup
+from everfed.core.context import Place, Setup
 from everfed.core.engine import Engine
 from everfed.core.events import Diverged
 from everfed.core.message import Cached
@@ -245,7 +245,7 @@ def again(folder: Path, repeat: int, run: str, away: set[int]) -> Any:
     phase, clients = setup.method.train_phase(), tuple(range(CLIENTS))
     message: Any = {"model": {key: Cached(0, value) for key, value in bench.model().items()}}
     with suppress(ClientError, TooFewClients):
-        list(engine.exchange(phase, clients, message, Moment(0, setup.stream.round(0), repeat)))
+        list(engine.exchange(phase, clients, message, Place(0, setup.stream.round(0), repeat)))
     return engine._sums
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed.core.context import Hidden, Moment, TrainOptions
+from everfed.core.context import Hidden, Place, TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.phase import Phase
 from everfed.core.tree import equal, tensor_bytes
@@ -333,7 +333,7 @@ def test_options_are_checked(option: str, value: Any) -> None:
 
 def test_draws_do_not_depend_on_who_else_runs() -> None:
     bench = Bench("fedssi")
-    setup, moment = bench.setup(), Moment(1, bench.stream.round(1))
-    keys = {setup.client(k, Phase("consolidate"), moment, bench.trainer()).key("surrogate/order") for k in range(3)}
+    setup, place = bench.setup(), Place(1, bench.stream.round(1))
+    keys = {setup.client(k, Phase("consolidate"), place, bench.trainer()).key("surrogate/order") for k in range(3)}
     assert len(keys) == 3
     assert np.all([key >= 0 for key in keys])

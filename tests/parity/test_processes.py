@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from everfed.core import tree
-from everfed.core.context import Moment, Setup, TrainOptions
+from everfed.core.context import Place, Setup, TrainOptions
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
 from everfed.engines.processes import Processes
@@ -64,8 +64,8 @@ def test_replies_are_handed_on_in_client_order_whoever_ran_first() -> None:
     message = {"model": dict(case.model())}
     try:
         for index in range(2):
-            moment = Moment(index, case.stream.round(index))
-            replies = engine.exchange(setup.method.train_phase(), (0, 1, 2), message, moment)
+            place = Place(index, case.stream.round(index))
+            replies = engine.exchange(setup.method.train_phase(), (0, 1, 2), message, place)
             assert [(client, reply.samples) for client, reply in replies] == [(0, 2), (1, 10), (2, 30)]
     finally:
         engine.close()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from everfed.core import tree
 from everfed.core.client import Reply
-from everfed.core.context import Moment, Setup
+from everfed.core.context import Place, Setup
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.events import Diverged
 from everfed.core.message import Message, PerClient
@@ -323,11 +323,11 @@ class Cheat(Flaky):
     change: Callable[[dict[str, Any]], dict[str, Any]] = field(default=lambda asked: asked)
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
         if phase.name == self.step and message is not None:
             message = {NAME: self.change(dict(message[NAME]))}
-        return super().exchange(phase, clients, message, moment)
+        return super().exchange(phase, clients, message, place)
 
 
 OFF_CURVE = torch.full((1, 66), 255, dtype=torch.uint8)
@@ -418,9 +418,9 @@ class Garbled(Flaky):
     values: dict[str, Any] = field(default_factory=dict)
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
-        for client, reply in super().exchange(phase, clients, message, moment):
+        for client, reply in super().exchange(phase, clients, message, place):
             if client == 0 and phase.name == self.step and isinstance(reply, Reply):
                 kept = {k: v for k, v in reply.values[NAME].items() if k not in self.values}
                 reply = replace(reply, values={NAME: {**kept, **self.values}})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment, Setup
+from everfed.core.context import Place, Setup
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.method import Client, Mean, Method, Part, Phase, Values
@@ -40,9 +40,9 @@ class Lying(Flaky):
     lie: Lie = field(default=lambda reply: reply)
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
-        for client, reply in super().exchange(phase, clients, message, moment):
+        for client, reply in super().exchange(phase, clients, message, place):
             if client == LIAR and phase.name == self.step and isinstance(reply, Reply):
                 reply = replace(reply, values={NAME: self.lie(dict(reply.values[NAME]))})
             yield client, reply
@@ -168,8 +168,8 @@ def test_two_liars_in_two_attempts_are_both_left_out() -> None:
 
     @dataclass
     class Two(Lying):
-        def exchange(self, phase: Phase, clients: Sequence[int], message: Any, moment: Moment) -> Iterator[Any]:
-            for client, reply in super().exchange(phase, clients, message, moment):
+        def exchange(self, phase: Phase, clients: Sequence[int], message: Any, place: Place) -> Iterator[Any]:
+            for client, reply in super().exchange(phase, clients, message, place):
                 if client == 1 and phase.name == secure.KEYS and isinstance(reply, Reply):
                     reply = replace(reply, values={NAME: {"keys": OFF_CURVE}})
                 yield client, reply
@@ -228,13 +228,13 @@ class Divided(Flaky):
     change: Lie = field(default=lambda request: request)
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
         for client in clients:
             sent = message
             if phase.name == self.step and client in self.some and message is not None:
                 sent = {NAME: self.change(dict(message[NAME]))}
-            yield from super().exchange(phase, [client], sent, moment)
+            yield from super().exchange(phase, [client], sent, place)
 
 
 def divided(
@@ -271,7 +271,7 @@ def test_clients_that_receive_different_sets_unmask_nothing() -> None:
 
 
 # clients of two rounds or phases in one sum --------------------------------------------------------------------------
-Move = Callable[[Phase, Moment], tuple[Phase, Moment]]
+Move = Callable[[Phase, Place], tuple[Phase, Place]]
 
 
 @dataclass(frozen=True)
@@ -291,13 +291,13 @@ class TwoPhases(Part):
 class Mixed(Flaky):
     """The victim makes every step in another phase or at another place than the others."""
 
-    move: Move = field(default=lambda phase, moment: (phase, moment))
+    move: Move = field(default=lambda phase, place: (phase, place))
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
         for client in clients:
-            where = self.move(phase, moment) if client == VICTIM else (phase, moment)
+            where = self.move(phase, place) if client == VICTIM else (phase, place)
             yield from super().exchange(where[0], [client], message, where[1])
 
 
@@ -318,13 +318,13 @@ def mixed(move: Move) -> Outcome:
     return own.run(lambda setup, store: Secured(Mixed(own.eager(setup, store), move=move), setup))
 
 
-def second_instead_of_first(phase: Phase, moment: Moment) -> tuple[Phase, Moment]:
-    return (replace(phase, name="second") if phase.name == "first" else phase), moment
+def second_instead_of_first(phase: Phase, place: Place) -> tuple[Phase, Place]:
+    return (replace(phase, name="second") if phase.name == "first" else phase), place
 
 
 MOVES: dict[str, Move] = {
-    "round": lambda phase, moment: (phase, replace(moment, round=moment.round + 1)),
-    "repeat": lambda phase, moment: (phase, replace(moment, repeat=moment.repeat + 1)),
+    "round": lambda phase, place: (phase, replace(place, round=place.round + 1)),
+    "repeat": lambda phase, place: (phase, replace(place, repeat=place.repeat + 1)),
     "phase": second_instead_of_first,
 }
 

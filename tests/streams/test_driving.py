@@ -145,7 +145,7 @@ def test_methods_run_and_are_scored_by_precision(method: str, tmp_path: Path) ->
 
 
 def test_memories_keep_images_with_their_boxes_and_raw_outputs(tmp_path: Path) -> None:
-    from everfed.core.context import Moment
+    from everfed.core.context import Place
     from everfed.recipe import Recipe
     from everfed.session import assemble
 
@@ -160,7 +160,7 @@ def test_memories_keep_images_with_their_boxes_and_raw_outputs(tmp_path: Path) -
     from everfed.core.message import MODEL
 
     plan = assembly.stream.round(0)
-    list(engine.exchange(phase, (0, 1), {MODEL: assembly.first_model()}, Moment(0, plan)))
+    list(engine.exchange(phase, (0, 1), {MODEL: assembly.first_model()}, Place(0, plan)))
     kept = store.get(1)["memory"]
     data = assembly.stream.data(1, 0)
     assert kept["host"]["stored"] == len(data) and kept["logits"].shape == (201, 5, 10, 2, 3)

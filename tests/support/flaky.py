@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment, Setup
+from everfed.core.context import Place, Setup
 from everfed.core.engine import Absent, Engine
 from everfed.core.evaluate import EvalSpec
 from everfed.core.message import Message, Model
@@ -35,14 +35,14 @@ class Flaky(Engine):
     name: str = "flaky"
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply | Absent]]:
         gone = self.lost.get(phase.name, ())
         for client in clients:
             if client in gone:
                 yield client, Absent("failed", "gone")
                 continue
-            for _, reply in self.inner.exchange(phase, [client], message, moment):
+            for _, reply in self.inner.exchange(phase, [client], message, place):
                 assert isinstance(reply, Reply)
                 self.seen.append((phase.name, client, reply))
                 yield client, reply

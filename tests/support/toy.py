@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from everfed import models
 from everfed.core.client import new_state
-from everfed.core.context import Context, Facts, Moment, Setup, TrainOptions
+from everfed.core.context import Context, Facts, Place, Setup, TrainOptions
 from everfed.core.data import Data
 from everfed.core.engine import Engine
 from everfed.core.evaluate import EvalOptions
@@ -343,8 +343,8 @@ class Bench:
 
     def context(self, client: int = 0, round_index: int = 0, phase: str = "train") -> Context:
         """What a hook on `client` is given in a round."""
-        moment, setup = Moment(round_index, self.stream.round(round_index)), self.setup()
-        return setup.client(client, Phase(phase), moment, self.trainer(setup))
+        place, setup = Place(round_index, self.stream.round(round_index)), self.setup()
+        return setup.client(client, Phase(phase), place, self.trainer(setup))
 
     def client(self, part: str, states: State | None = None, number: int = 0, **more: Any) -> Client:
         """The handle of a hook of `part` on a client. more: round_index, phase; messages, model, data, fitted, ... of
@@ -363,8 +363,8 @@ class Bench:
     def server(self, part: str, states: State | None = None, **more: Any) -> Server:
         """The handle of a hook of `part` on the server. more: round_index, phase, repeat; reduced, before, model."""
         index, phase = more.pop("round_index", 0), more.pop("phase", "train")
-        moment = Moment(index, self.stream.round(index), more.pop("repeat", 0))
-        context = self.setup().server(phase, moment, self.trainer() if phase != "train" else None)
+        place = Place(index, self.stream.round(index), more.pop("repeat", 0))
+        context = self.setup().server(phase, place, self.trainer() if phase != "train" else None)
         return Server(part, {MODEL: self.model(), **(states or {})}, context, **more)
 
     def new_client(self, client: int = 0) -> State:

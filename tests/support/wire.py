@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment
+from everfed.core.context import Place
 from everfed.core.engine import Engine
 from everfed.core.evaluate import EvalSpec, score_tasks
 from everfed.core.message import Cached, Message, Model, State, addressed
@@ -65,19 +65,19 @@ class Wire(Engine):
         self.bench, self.states = bench, states
 
     def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place
     ) -> Iterator[tuple[int, Reply]]:
         sent = {c: None if message is None else to_bytes(message_to_tree(addressed(message, c))) for c in clients}
-        replies = {client: self._call(phase, client, sent[client], moment) for client in reversed(clients)}
+        replies = {client: self._call(phase, client, sent[client], place) for client in reversed(clients)}
         for client in clients:
             yield client, reply_from_tree(from_bytes(replies[client]))
 
-    def _call(self, phase: Phase, client: int, sent: bytes | None, moment: Moment) -> bytes:
+    def _call(self, phase: Phase, client: int, sent: bytes | None, place: Place) -> bytes:
         message = None if sent is None else message_from_tree(from_bytes(sent))
         state: State | None = from_bytes(self.states[client]) if client in self.states else None
         setup = self.bench.setup()
         phase = setup.method.phases_by_name()[phase.name]  # its functions, too, belong to the fresh method
-        state, reply = call(setup, self.bench.trainer(setup), phase, client, state, message, moment)
+        state, reply = call(setup, self.bench.trainer(setup), phase, client, state, message, place)
         self.states[client] = to_bytes(state)
         return to_bytes(reply_to_tree(reply))
 
