@@ -103,14 +103,12 @@ def missing(out: Path) -> Missing:
 def simulated(recipe: Recipe, left_out: Missing, folder: Path) -> bytes:
     """The trained model of the same recipe in simulation, without the replies that were left out."""
     torch.set_num_threads(1)
-    assembly = assemble(recipe, None, 1.0)
-    setup, secure = assembly.setup, recipe.privacy.secure_aggregation
-    inner = privacy.wrap(Eager(setup, ClientStore(), assembly.build_module), setup, "cpu", lambda event: None)
-    runner = Runner(
-        setup, LeftOut(inner, left_out, secure), assembly.first_model(), EvalOptions(**recipe.eval.model_dump())
-    )
+    run = assemble(recipe, None, 1.0)
+    setup, secure = run.setup, recipe.privacy.secure_aggregation
+    inner = privacy.wrap(Eager(setup, ClientStore(), run.build_module), setup, "cpu", lambda event: None)
+    runner = Runner(setup, LeftOut(inner, left_out, secure), run.first_model(), EvalOptions(**recipe.eval.model_dump()))
     folder.mkdir()
-    saved_model.save(RunFolder(folder), assembly, runner.run().model)
+    saved_model.save(RunFolder(folder), run, runner.run().model)
     return (folder / "model.safetensors").read_bytes()
 
 

@@ -15,7 +15,7 @@ from everfed.core.server import Runner
 from everfed.engines.eager import Eager
 from everfed.engines.processes import Processes
 from everfed.recipe import Recipe
-from everfed.session import Assembly, assemble
+from everfed.session import Run, assemble
 from everfed.store.clients import ClientStore
 
 CLIENTS = 10
@@ -48,14 +48,14 @@ class Case:
             }
         )
 
-    def assemble(self, rounds: int, method: str = "fedavg") -> Assembly:
+    def assemble(self, rounds: int, method: str = "fedavg") -> Run:
         stream = synthetic.stream(self.shape, CLIENTS, self.per_client, rounds)
         return assemble(self.recipe(rounds, method), stream=stream)
 
-    def bare(self, assembly: Assembly) -> BareFedAvg:
+    def bare(self, run: Run) -> BareFedAvg:
         options = {key: value for key, value in self.model.items() if key != "kind"}
-        module = models.build(self.model["kind"], assembly.stream.input_shape, assembly.stream.classes, 0, options)
-        return BareFedAvg(assembly.stream, module, LR, self.batch, self.epochs)
+        module = models.build(self.model["kind"], run.stream.input_shape, run.stream.classes, 0, options)
+        return BareFedAvg(run.stream, module, LR, self.batch, self.epochs)
 
 
 CASES = {
@@ -64,14 +64,14 @@ CASES = {
 }
 
 
-def eager(assembly: Assembly) -> Eager:
-    return Eager(assembly.setup, ClientStore(), assembly.build_module)
+def eager(run: Run) -> Eager:
+    return Eager(run.setup, ClientStore(), run.build_module)
 
 
-def processes(assembly: Assembly, workers: int) -> Processes:
-    return Processes(assembly.setup, ClientStore(), assembly.build_module, workers)
+def processes(run: Run, workers: int) -> Processes:
+    return Processes(run.setup, ClientStore(), run.build_module, workers)
 
 
-def rounds_of(assembly: Assembly, engine: Engine) -> Callable[[], None]:
+def rounds_of(run: Run, engine: Engine) -> Callable[[], None]:
     """A function that runs the next round."""
-    return Runner(assembly.setup, engine, assembly.first_model(), EvalOptions()).round
+    return Runner(run.setup, engine, run.first_model(), EvalOptions()).round

@@ -67,11 +67,11 @@ class Watched(Checkpoints):
 
 def player(folder: Path, checkpoints: Checkpoints | None = None) -> Callable[[], None]:
     """The next round of a run whose states are kept as in a real one."""
-    assembly = assemble(recipe(1_000_000))
+    run = assemble(recipe(1_000_000))
     store = ClientStore(folder / "clients") if checkpoints is None else checkpoints.store
     save = (lambda state, task_end: None) if checkpoints is None else checkpoints.offer
-    engine = Eager(assembly.setup, store, assembly.build_module)
-    return Runner(assembly.setup, engine, assembly.first_model(), EvalOptions(), save=save).round
+    engine = Eager(run.setup, store, run.build_module)
+    return Runner(run.setup, engine, run.first_model(), EvalOptions(), save=save).round
 
 
 def share(folder: Path, options: argparse.Namespace) -> dict[str, Any]:

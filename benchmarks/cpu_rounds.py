@@ -31,13 +31,13 @@ def steady(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Rounds in a process that is warm."""
     case = cases.CASES[name]
     with ExitStack() as stack:
-        assembly = case.assemble(MANY)
-        pool = stack.enter_context(closing(cases.processes(assembly, options.workers)))
+        run = case.assemble(MANY)
+        pool = stack.enter_context(closing(cases.processes(run, options.workers)))
         contenders = {
-            "bare loop": measure.Contender(case.bare(assembly).round),
-            "eager": measure.Contender(cases.rounds_of(assembly, cases.eager(assembly))),
+            "bare loop": measure.Contender(case.bare(run).round),
+            "eager": measure.Contender(cases.rounds_of(run, cases.eager(run))),
             "processes": measure.Contender(
-                cases.rounds_of(assembly, pool), lambda: [child.pid or 0 for child in active_children()]
+                cases.rounds_of(run, pool), lambda: [child.pid or 0 for child in active_children()]
             ),
         }
         repeat = measure.repeats(contenders)
@@ -110,10 +110,10 @@ def _fresh_flower(folder: Path, name: str, workers: int, rounds: int) -> None:
 def run_inside(name: str, engine: str, workers: int, rounds: int) -> None:
     """What a fresh process of `whole` does."""
     torch.set_num_threads(1)
-    assembly = cases.CASES[name].assemble(rounds)
-    chosen = cases.processes(assembly, workers) if engine == "processes" else cases.eager(assembly)
+    run = cases.CASES[name].assemble(rounds)
+    chosen = cases.processes(run, workers) if engine == "processes" else cases.eager(run)
     with closing(chosen):
-        play = cases.rounds_of(assembly, chosen)
+        play = cases.rounds_of(run, chosen)
         for _ in range(rounds):
             play()
 

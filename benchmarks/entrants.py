@@ -64,12 +64,12 @@ def entrant(
 ) -> Entrant:
     """The recipe's method at its first round, in the recipe's engine. cpu_time: on a CPU it is the time of this process
     that counts, which other work on the machine changes little."""
-    assembly, store, events = session.assemble(recipe, data_dir, stream=stream), ClientStore(), []
-    engine = engines.build(recipe.engine, assembly.setup, store, assembly.build_module, events.append)
-    model = on_device(assembly.first_model(), engines.device(recipe.engine))
-    runner = Runner(assembly.setup, engine, model, EvalOptions(logits=recipe.eval.logits), events.append)
+    run, store, events = session.assemble(recipe, data_dir, stream=stream), ClientStore(), []
+    engine = engines.build(recipe.engine, run.setup, store, run.build_module, events.append)
+    model = on_device(run.first_model(), engines.device(recipe.engine))
+    runner = Runner(run.setup, engine, model, EvalOptions(logits=recipe.eval.logits), events.append)
     clock = process_time if cpu_time and not torch.cuda.is_available() else perf_counter
-    return Entrant(assembly.method.name, runner, store, engine, events, clock=clock)
+    return Entrant(run.method.name, runner, store, engine, events, clock=clock)
 
 
 def take_turns(entrants: Sequence[Entrant], rounds: int) -> None:

@@ -36,7 +36,7 @@ from everfed.federation.joining import Joining, children
 from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.superlink import PID, Settings, running
 from everfed.recipe import Recipe, from_table, to_toml
-from everfed.session import Assembly, assemble
+from everfed.session import Run, assemble
 from everfed.store.clients import ClientStore
 
 GOAL_BYTES, GOAL_SECONDS = 1.05, 5.0
@@ -141,7 +141,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def federation(assembly: Assembly, port: int, events: list[dict[str, Any]]) -> Federated:
+def federation(run: Run, port: int, events: list[dict[str, Any]]) -> Federated:
     from everfed.federation.flower.grid import GridTransport, Node
     from everfed.federation.flower.link import Address, open_grid
 
@@ -150,15 +150,15 @@ def federation(assembly: Assembly, port: int, events: list[dict[str, Any]]) -> F
 
     transport = GridTransport(lambda: open_grid(Address("127.0.0.1", port)), index, events.append)
     engine = Federated(
-        assembly.setup,
-        assembly.build_module,
+        run.setup,
+        run.build_module,
         transport,
-        RunIdentity("b1", 1, to_toml(assembly.recipe)),
+        RunIdentity("b1", 1, to_toml(run.recipe)),
         PhaseOptions(),
         lambda: (0, 0, 0, 0),
         events.append,
     )
-    while len(transport.connected()) < assembly.stream.clients:
+    while len(transport.connected()) < run.stream.clients:
         transport.receive()
     return engine
 
@@ -196,19 +196,19 @@ class Rounds:
     same: bool
 
 
-def watched(model: str, count: int, rounds: int, poll: float, folder: Path) -> tuple[Assembly, Rounds]:
+def watched(model: str, count: int, rounds: int, poll: float, folder: Path) -> tuple[Run, Rounds]:
     torch.set_num_threads(1)
-    assembly = assemble(recipe(model, count))
+    run = assemble(recipe(model, count))
     events: list[dict[str, Any]] = []
     settings = TracedLink("127.0.0.1", _free(), folder / "link")
     with running(settings, lambda line: None):
         relay = Relay(settings.port)
         with clients(folder, relay.port, count, poll) as processes:
-            engine = federation(assembly, settings.port, events)
-            pool = Processes(assembly.setup, ClientStore(), assembly.build_module, 2)
-            first, options, book = assembly.first_model(), EvalOptions(), install()
-            flower = Runner(assembly.setup, engine, first, options, events.append)
-            simulated = Runner(assembly.setup, pool, first, options)
+            engine = federation(run, settings.port, events)
+            pool = Processes(run.setup, ClientStore(), run.build_module, 2)
+            first, options, book = run.first_model(), EvalOptions(), install()
+            flower = Runner(run.setup, engine, first, options, events.append)
+            simulated = Runner(run.setup, pool, first, options)
             one_round(flower), one_round(simulated)  # everything is built
             everybody = {"the server": [os.getpid()], "the SuperLink": [int((settings.folder / PID).read_text())]}
             everybody |= processes
@@ -229,20 +229,20 @@ def watched(model: str, count: int, rounds: int, poll: float, folder: Path) -> t
             engine.close()
             pool.close()
     load = os.getloadavg()[0]
-    return assembly, Rounds([a for a, _ in pairs], [b for _, b in pairs], wire, sent, used, load, same)
+    return run, Rounds([a for a, _ in pairs], [b for _, b in pairs], wire, sent, used, load, same)
 
 
 def measured(model: str, count: int, rounds: int, poll: float, folder: Path) -> dict[str, Any]:
     notes = folder / "notes"
     notes.mkdir()
     os.environ[trace.FOLDER] = str(notes)
-    assembly, seen = watched(model, count, rounds, poll, folder)
+    run, seen = watched(model, count, rounds, poll, folder)
     lengths = [(b - a, d - c) for (a, b), (c, d) in zip(seen.flower, seen.simulated, strict=True)]
     every = trace.read(notes)
     parts = [trace.partition(every, *bounds) for bounds in seen.flower]
     return {
         "model": model,
-        "parameters": assembly.setup.facts.layout.size,
+        "parameters": run.setup.facts.layout.size,
         "clients": count,
         "rounds": rounds,
         "poll": poll,

@@ -118,10 +118,10 @@ def profiled_round(
     from everfed.engines.graphs import Graphs
     from everfed.store.clients import ClientStore
 
-    assembly = build(dict(case), method, rounds)
+    run = build(dict(case), method, rounds)
     how = ("cuda", set_precision(case), slots)
-    engine = Graphs(assembly.setup, ClientStore(), assembly.build_module, *how, host_threads=slots)
-    work = round_of(assembly, engine)
+    engine = Graphs(run.setup, ClientStore(), run.build_module, *how, host_threads=slots)
+    work = round_of(run, engine)
     for _ in range(first):
         work()
     warm_up(work, engine, 4)

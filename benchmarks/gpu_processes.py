@@ -34,14 +34,14 @@ def serve(pipe: Connection, given: argparse.Namespace) -> None:
     from everfed.store.clients import ClientStore
 
     case = {**CASES[given.case], **(TOY if given.toy else {})}
-    assembly = build(case, "fedavg", ROUNDS)
+    run = build(case, "fedavg", ROUNDS)
     engine: Any
     if given.device == "cpu":
-        engine = Eager(assembly.setup, ClientStore(), assembly.build_module)
+        engine = Eager(run.setup, ClientStore(), run.build_module)
     else:
         how = (given.device, set_precision(case), given.slots)
-        engine = Graphs(assembly.setup, ClientStore(), assembly.build_module, *how, host_threads=given.threads)
-    work = round_of(assembly, engine)
+        engine = Graphs(run.setup, ClientStore(), run.build_module, *how, host_threads=given.threads)
+    work = round_of(run, engine)
     warm_up(work, engine, WARM, 0.0)
     pipe.send((case.get("clients", 10) * case["per_client"] * case["epochs"], os.environ.get(VARIABLE, "CUDA's own")))
     while (until := pipe.recv()) is not None:

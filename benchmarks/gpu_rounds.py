@@ -27,7 +27,7 @@ from everfed.core.server import Runner
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
 from everfed.recipe import Recipe
-from everfed.session import Assembly, assemble
+from everfed.session import Run, assemble
 from everfed.store.clients import ClientStore
 
 SLOW = ("bare loop", "everfed eager")
@@ -52,7 +52,7 @@ def set_precision(case: Mapping[str, Any], wanted: str | None = None) -> str:
     return precision
 
 
-def build(case: dict[str, Any], method: str, rounds: int) -> Assembly:
+def build(case: dict[str, Any], method: str, rounds: int) -> Run:
     recipe = Recipe.model_validate(
         {
             "method": {"name": method, **case.get("method", {})},
@@ -107,18 +107,18 @@ def measure(name: str, rounds: int, arguments: argparse.Namespace) -> dict[str, 
     runs: dict[str, Any] = {}
     by_method: dict[str, Any] = {}
     for method in ("fedavg", "fedgp+der"):
-        assembly = build(case, method, ROUNDS)
+        run = build(case, method, ROUNDS)
         engine = Graphs(
-            assembly.setup,
+            run.setup,
             ClientStore(),
-            assembly.build_module,
+            run.build_module,
             precision=precision,
             slots=arguments.slots,
             compiled=arguments.compile,
             host_threads=arguments.threads,
         )
         by_method[method] = engine
-        runs[method] = round_of(assembly, engine)
+        runs[method] = round_of(run, engine)
     plain = build(case, "fedavg", ROUNDS)
     module = models.build(case["model"], plain.stream.input_shape, 10, 0, {}, channels_last=True)
     bare = BareFedAvg(plain.stream, module, 0.01, case["batch"], case["epochs"], "cuda", precision == "bf16")
@@ -151,10 +151,10 @@ def measure(name: str, rounds: int, arguments: argparse.Namespace) -> dict[str, 
     }
 
 
-def round_of(assembly: Assembly, engine: Any) -> Any:
+def round_of(run: Run, engine: Any) -> Any:
     """A function that runs the next round, scoring apart."""
-    model = {k: v.to(engine.trainer.device) for k, v in assembly.first_model().items()}
-    runner = Runner(assembly.setup, engine, model, EvalOptions())
+    model = {k: v.to(engine.trainer.device) for k, v in run.first_model().items()}
+    runner = Runner(run.setup, engine, model, EvalOptions())
     return runner.round
 
 

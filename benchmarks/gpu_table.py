@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.measure import machine, write
 
 if TYPE_CHECKING:
-    from everfed.session import Assembly
+    from everfed.session import Run
 
 Event = dict[str, Any]
 POLL = 0.1
@@ -78,16 +78,16 @@ def without(piece: str | None) -> Iterator[None]:
         setattr(place, name, before)
 
 
-def new_engine(assembly: Assembly, device: str, like: Any = None, precision: str = "bf16") -> Any:
+def new_engine(run: Run, device: str, like: Any = None, precision: str = "bf16") -> Any:
     """like: an engine that has found its numbers of slots and threads; the new one takes them over."""
     from everfed.engines.eager import Eager
     from everfed.engines.graphs import Graphs
     from everfed.store.clients import ClientStore
 
     if device == "cpu":
-        return Eager(assembly.setup, ClientStore(), assembly.build_module)
+        return Eager(run.setup, ClientStore(), run.build_module)
     known = {} if like is None else {"slots": like.tuner.used.slots, "host_threads": like.tuner.used.threads}
-    return Graphs(assembly.setup, ClientStore(), assembly.build_module, device, precision, **known)
+    return Graphs(run.setup, ClientStore(), run.build_module, device, precision, **known)
 
 
 def rounds_of(name: str, device: str, warm: int, rounds: int, toy: bool) -> dict[str, Any]:
@@ -113,11 +113,11 @@ def rounds_of(name: str, device: str, warm: int, rounds: int, toy: bool) -> dict
     engines: dict[str, Any] = {}
     last: dict[str, float] = {}
     for contender, (method, piece) in contenders.items():
-        assembly = build(case, method, ROUNDS)
+        run = build(case, method, ROUNDS)
         with without(piece):
             first = engines.get("fedavg")
-            engines[contender] = new_engine(assembly, device, first, precision)
-            runs[contender] = round_of(assembly, engines[contender])
+            engines[contender] = new_engine(run, device, first, precision)
+            runs[contender] = round_of(run, engines[contender])
             least = warm if first is None else min(2, warm)  # the first one also searches for its number of slots
             last[contender] = warm_up(runs[contender], engines[contender], least, 0.0 if toy else WARM_SECONDS)
         show(f"{name}, {contender}", f"warm, last round {last[contender]:.4f} s")
@@ -169,11 +169,11 @@ def generator_training(device: str, toy: bool) -> Callable[[int], object]:
     from everfed.methods.generative.inversion import GeneratorTraining, Inversion
     from everfed.models.generators import GeneratorBlueprint
 
-    assembly = build({**CASES["resnet18-b128"], **(TOY if toy else {})}, "fedavg", 1)
+    run = build({**CASES["resnet18-b128"], **(TOY if toy else {})}, "fedavg", 1)
     blueprint = GeneratorBlueprint((3, 32, 32), 16 if toy else 1000, toy)
     precision, kind = ("fp32", None) if device == "cpu" else ("bf16", LoopingTrainer)
     how = (device, precision, *([] if kind is None else [kind]))
-    trainer = new_trainer(assembly.setup, assembly.build_module, *how)
+    trainer = new_trainer(run.setup, run.build_module, *how)
     training = GeneratorTraining(trainer, blueprint, Inversion(batch=4 if toy else 128))
     first = {k: v.to(trainer.device) for k, v in initial_weights(blueprint, 0).items()}
     moments = training.optimizer.init(first["params"])

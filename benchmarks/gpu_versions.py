@@ -36,18 +36,18 @@ def serve(name: str, device: str, slots: int, threads: int, toy: bool) -> None:
 
     runs = {}
     for method in METHODS:
-        assembly = build({**CASES[name], **(TOY if toy else {})}, method, 100_000)
+        run = build({**CASES[name], **(TOY if toy else {})}, method, 100_000)
         engine: Any
         if device == "cpu":
-            engine = Eager(assembly.setup, ClientStore(), assembly.build_module)
+            engine = Eager(run.setup, ClientStore(), run.build_module)
         else:
             from everfed import engines
             from everfed.engines.graphs import Graphs
 
             engines._set_precision("bf16")  # as for every run on a GPU
             how = {"slots": slots, "host_threads": threads}
-            engine = Graphs(assembly.setup, ClientStore(), assembly.build_module, device, **how)  # type: ignore[arg-type]
-        runs[method] = round_of(assembly, engine)
+            engine = Graphs(run.setup, ClientStore(), run.build_module, device, **how)  # type: ignore[arg-type]
+        runs[method] = round_of(run, engine)
         done, quiet, captures, begun = 0, 0, -1, time.monotonic()
         while (passed := time.monotonic() - begun) < LIMIT and not (
             toy or (done >= WARM and quiet >= QUIET and passed >= WARM_SECONDS)

@@ -148,13 +148,13 @@ def accuracy(row: Row, lie: str, partition: str, seed: int, rounds: int) -> floa
     options = [f"method.fedavg.{name}={value}" for name, value in row.options.items()]
     options += [f"stream.partition={PARTITIONS[partition]}", f"train.rounds_per_task={rounds}", f"seed={seed}"]
     recipe = read("demo", method="fedavg", sets=[*SMALL, *options])
-    assembly = assemble(recipe, None, 1.0)
-    engine = Lying(assembly.setup, ClientStore(), assembly.build_module)
+    run = assemble(recipe, None, 1.0)
+    engine = Lying(run.setup, ClientStore(), run.build_module)
     engine.lie, engine.checked = LIES[lie], row.checked
     engine.claim = 10**9 if LIES[lie] is claimed else None
     events: list[dict[str, Any]] = []
     try:
-        Runner(assembly.setup, engine, assembly.first_model(), EvalOptions(), events.append).run()
+        Runner(run.setup, engine, run.first_model(), EvalOptions(), events.append).run()
     except Diverged:
         return 0.0
     scores = [event for event in events if event["event"] == "evaluation"][-1]["accuracy"]

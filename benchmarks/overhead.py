@@ -22,10 +22,10 @@ GOAL = 1.15
 def compare(name: str, rounds: int) -> dict[str, Any]:
     """Both competitors of one case."""
     case = cases.CASES[name]
-    assembly = case.assemble(100_000)
+    run = case.assemble(100_000)
     contenders = {
-        "everfed eager": measure.Contender(cases.rounds_of(assembly, cases.eager(assembly))),
-        "bare loop": measure.Contender(case.bare(assembly).round),
+        "everfed eager": measure.Contender(cases.rounds_of(run, cases.eager(run))),
+        "bare loop": measure.Contender(case.bare(run).round),
     }
     repeat = measure.repeats(contenders)
     timings = measure.interleave(contenders, rounds, repeat)

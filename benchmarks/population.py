@@ -81,11 +81,11 @@ class Inside:
         recipe = Recipe.model_validate({**table, "train": {"rounds_per_task": 10_000}})
         share = TAKING_PART / self.clients
         stream = synthetic.stream("mnist", self.clients, PER_CLIENT, 10_000, participation=share)
-        assembly = assemble(recipe, stream=stream)
+        run = assemble(recipe, stream=stream)
         self.store = ClientStore(self.folder / "clients", self.budget)
         self.checkpoints = Checkpoints(self.folder / "checkpoint", self.store, every=0.0)
-        engine = Eager(assembly.setup, self.store, assembly.build_module)
-        self.runner = Runner(assembly.setup, engine, assembly.first_model(), EvalOptions())
+        engine = Eager(run.setup, self.store, run.build_module)
+        self.runner = Runner(run.setup, engine, run.first_model(), EvalOptions())
         return {"startup_s": time.perf_counter() - started, **self._memory()}
 
     def fill(self) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def estimate(
 def _assembled(
     reading: Reading, data_dir: str | Path | None, scale: float, stream: Stream | None, model: nn.Module | None
 ) -> Any:
-    """The pieces of a run (`everfed.session.Assembly`)."""
+    """The pieces of a run (`everfed.session.Run`)."""
     from everfed.session import assemble
 
     with users_errors(reading.places):
@@ -175,8 +175,8 @@ def run(
             everyone = [*shown, *_observers(observers, track, folder.path, recipe)]
             from everfed.session import assemble, execute
 
-            assembly = assemble(scaled(recipe, scale), _text(data_dir), scale, stream, model)
-            return Result(folder.path, execute(assembly, folder, everyone, checkpoint_every))
+            made = assemble(scaled(recipe, scale), _text(data_dir), scale, stream, model)
+            return Result(folder.path, execute(made, folder, everyone, checkpoint_every))
 
 
 def resume(
@@ -207,8 +207,8 @@ def resume(
 
                 with _shown(progress) as shown:
                     everyone = [*shown, *_observers(observers, track, opened.path, reading.recipe)]
-                    assembly = reassemble(opened, stream, data_dir, model=model)
-                    data = execute(assembly, opened, everyone, checkpoint_every)
+                    made = reassemble(opened, stream, data_dir, model=model)
+                    data = execute(made, opened, everyone, checkpoint_every)
     return Result(opened.path, data)
 
 
@@ -241,9 +241,9 @@ def load(
     description = saved_model.read_description(opened.model)
     with restricted((*saved_model.OWN_CODE, *allow_code)):
         if client is not None or description is None:  # None: of an earlier version
-            assembly = reassemble(opened, stream, data_dir, on_cpu=True, model=model)
-            description = saved_model.describe(assembly, assembly.build_module())
-            return LoadedRun(saved_model.client_model(opened, assembly, client), data, recipe, description)
+            made = reassemble(opened, stream, data_dir, on_cpu=True, model=model)
+            description = saved_model.describe(made, made.build_module())
+            return LoadedRun(saved_model.client_model(opened, made, client), data, recipe, description)
         return LoadedRun(saved_model.load(opened.model, description, model), data, recipe, description)
 
 
@@ -254,7 +254,7 @@ def reassemble(
     on_cpu: bool = False,
     model: nn.Module | None = None,
 ) -> Any:
-    """The pieces of a run that is there already (`everfed.session.Assembly`); vectors keep the order they were made in,
+    """The pieces of a run that is there already (`everfed.session.Run`); vectors keep the order they were made in,
     whatever this machine prefers. data_dir: instead of the run's. on_cpu: to look at, not to go on with it."""
     from everfed.session import assemble
 

@@ -414,7 +414,7 @@ def test_a_dry_run_leaves_the_warm_up_of_the_first_round_out(monkeypatch: pytest
     module = importlib.import_module("everfed.session.execution")
     seconds = [(0, 9.0), (0, 5.0), (1, 0.5), (1, 0.25), (2, 70.0)]
 
-    def execute(assembly: Any, folder: Any, observers: Any, checkpoint_every: float) -> None:
+    def execute(run: Any, folder: Any, observers: Any, checkpoint_every: float) -> None:
         for index, duration in seconds:
             observers[0](folders.phase(index, seconds=duration))
 

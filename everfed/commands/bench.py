@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from everfed.core.engine import Engine
     from everfed.core.server import Runner
     from everfed.recipe import EngineSection
-    from everfed.session import Assembly
+    from everfed.session import Run
 
 ENGINES = ("eager", "processes", "graphs")  # the others are compared with the first
 WARM_UP = {"graphs": 8}  # rounds in which it captures its steps and tunes the number of slots
@@ -79,8 +79,8 @@ def bench(
     torch.set_num_threads(1)
     machine = _machine()  # the load before the benchmark
     rows: list[dict[str, Any]] = []
-    for name, assembly in _assemblies(recipe, cases, method, sets, options.absolute(data), scale):
-        rows += _side_by_side(name, assembly, _engines(engines, assembly.recipe.engine), rounds)
+    for name, run in _assemblies(recipe, cases, method, sets, options.absolute(data), scale):
+        rows += _side_by_side(name, run, _engines(engines, run.recipe.engine), rounds)
     result = {"machine": machine, "timed_rounds": rounds, "rows": rows}
     _print_result(result, as_json)  # before writing, which may fail
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def _print_result(result: dict[str, Any], as_json: bool) -> None:
 
 def _assemblies(
     recipe: str | None, cases: str | None, method: str | None, sets: Sequence[str], data: Path | None, scale: float
-) -> Iterator[tuple[str, Assembly]]:
+) -> Iterator[tuple[str, Run]]:
     """Name and pieces of each case."""
     from everfed.recipe import placed, read_placed, scaled
     from everfed.session import assemble
@@ -131,7 +131,7 @@ def _usual_cases(sets: Sequence[str]) -> list[str]:
     return [name for name in BUILT_IN if gpu or name != "resnet18"]
 
 
-def _built_in(name: str, method: str, sets: Sequence[str]) -> Assembly:
+def _built_in(name: str, method: str, sets: Sequence[str]) -> Run:
     import numpy as np
 
     from everfed import streams
@@ -198,24 +198,22 @@ def _names(text: str | None, allowed: Collection[str], option: str) -> list[str]
 class _Lane:
     """One engine with a run of its own, and its timings."""
 
-    def __init__(self, name: str, assembly: Assembly, stack: ExitStack) -> None:
+    def __init__(self, name: str, run: Run, stack: ExitStack) -> None:
         from everfed import engines
         from everfed.core.evaluate import EvalOptions
         from everfed.core.server import Runner
         from everfed.core.tree import on_device
         from everfed.store.clients import ClientStore
 
-        section = assembly.recipe.engine.model_copy(update={"kind": name})
+        section = run.recipe.engine.model_copy(update={"kind": name})
         started = time.perf_counter()
-        engine: Engine = engines.build(
-            section, assembly.setup, ClientStore(), assembly.build_module, lambda event: None
-        )
+        engine: Engine = engines.build(section, run.setup, ClientStore(), run.build_module, lambda event: None)
         stack.enter_context(closing(engine))
         self.name, self.start = name, time.perf_counter() - started
         self.device = engines.device(section)
-        model = on_device(assembly.first_model(), self.device)
-        options = EvalOptions(**assembly.recipe.eval.model_dump())
-        self.runner: Runner = Runner(assembly.setup, engine, model, options)
+        model = on_device(run.first_model(), self.device)
+        options = EvalOptions(**run.recipe.eval.model_dump())
+        self.runner: Runner = Runner(run.setup, engine, model, options)
         self.seconds: list[float] = []
         self.samples: list[int] = []
 
@@ -240,16 +238,16 @@ class _Lane:
             torch.cuda.synchronize(self.device)
 
 
-def _side_by_side(case: str, assembly: Assembly, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+def _side_by_side(case: str, run: Run, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """A row for each engine."""
-    there, needed = assembly.stream.rounds, rounds + max(WARM_UP.get(name, 1) for name in names)
+    there, needed = run.stream.rounds, rounds + max(WARM_UP.get(name, 1) for name in names)
     if there < needed:
         raise RecipeError(
             f"{case} has {there} rounds, but timing {rounds} after warming up needs {needed}: lower --rounds, or raise "
             "--set train.rounds_per_task=..."
         )
     with ExitStack() as stack:
-        lanes = [_Lane(name, assembly, stack) for name in names]
+        lanes = [_Lane(name, run, stack) for name in names]
         for lane in lanes:
             lane.warm_up()
         for _ in range(rounds):

@@ -69,10 +69,10 @@ def clone(tree: Tree) -> Tree:
     return map_tensors(lambda tensor: tensor.detach().clone(), tree)
 
 
-def on_device(slots: Tree, device: torch.device) -> Tree:
-    """The slots on `device`; the sub-tree "host" stays where it is."""
-    moved = map_tensors(lambda tensor: tensor.to(device), {k: v for k, v in slots.items() if k != "host"})
-    return {**moved, "host": slots["host"]} if "host" in slots else moved
+def on_device(state: Tree, device: torch.device) -> Tree:
+    """The state on `device`; the sub-tree "host" stays where it is."""
+    moved = map_tensors(lambda tensor: tensor.to(device), {k: v for k, v in state.items() if k != "host"})
+    return {**moved, "host": state["host"]} if "host" in state else moved
 
 
 def tensor_bytes(tree: Tree) -> int:

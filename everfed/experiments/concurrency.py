@@ -103,9 +103,9 @@ def _measured(job: GridJob, settings: JobSettings) -> tuple[Any, int, int] | Non
 
     with placed(job.places):
         data = None if settings.data is None else str(settings.data)
-        assembly = assemble(scaled(job.recipe, settings.scale), data, settings.scale, job.stream)
-    measured = calibration.one_client(assembly.setup, assembly.build_module)
-    return None if measured is None else (measured, len(assembly.stream.round(0).participants), assembly.stream.rounds)
+        run = assemble(scaled(job.recipe, settings.scale), data, settings.scale, job.stream)
+    measured = calibration.one_client(run.setup, run.build_module)
+    return None if measured is None else (measured, len(run.stream.round(0).participants), run.stream.rounds)
 
 
 def _fit_in_memory() -> int:

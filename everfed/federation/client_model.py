@@ -32,7 +32,7 @@ def client_model(folder: Path, build: RuntimeBuilder, run: str = "") -> tuple[nn
     shared = {key: payloads.newest(MODEL, key) for key in VECTORS}
     if not journal.places or any(value is None for value in shared.values()):
         raise UserError(f"{place} has no model: this client has not taken part in a round yet")
-    assembly = build.assembled((place / "recipe.toml").read_text(), 1.0)
+    built = build.assembled((place / "recipe.toml").read_text(), 1.0)
     state = journal.before((journal.places[-1][0] + 1, 0, 0, 0))
-    module = personal_module(assembly, journal.client, state, shared)
-    return module, describe(assembly, module)
+    module = personal_module(built, journal.client, state, shared)
+    return module, describe(built, module)

@@ -12,7 +12,7 @@ from everfed.errors import UserError
 from everfed.federation.policy import Policy
 from everfed.federation.site import ClientRuntime
 from everfed.recipe import Recipe, from_table, scaled
-from everfed.session import Assembly, assemble
+from everfed.session import Run, assemble
 from everfed.store.clients import ClientStore
 
 
@@ -29,17 +29,17 @@ class RuntimeBuilder:
 
     def __call__(self, text: str, scale: float) -> ClientRuntime:
         torch.set_num_threads(1)  # as in every engine: results are exact only at one thread
-        assembly, store = self.assembled(text, scale), ClientStore()
-        engine = engines.build(assembly.recipe.engine, assembly.setup, store, assembly.build_module, lambda event: None)
-        return ClientRuntime(assembly.setup, engine, store)
+        built, store = self.assembled(text, scale), ClientStore()
+        engine = engines.build(built.recipe.engine, built.setup, store, built.build_module, lambda event: None)
+        return ClientRuntime(built.setup, engine, store)
 
-    def assembled(self, text: str, scale: float) -> Assembly:
+    def assembled(self, text: str, scale: float) -> Run:
         """The pieces of the server's run, within this client's policy."""
         recipe = self._own_engine(self._own_data(from_table(tomllib.loads(text))))
         self.policy.check_recipe(recipe)
-        assembly = assemble(scaled(recipe, scale), self.data_dir, scale)
-        self.policy.check_method(assembly.setup.method)
-        return assembly
+        built = assemble(scaled(recipe, scale), self.data_dir, scale)
+        self.policy.check_method(built.setup.method)
+        return built
 
     def _own_data(self, recipe: Recipe) -> Recipe:
         if self.data is None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from everfed.core.engine import Engine
     from everfed.core.events import Observer
     from everfed.federation.flower.grid import Node
-    from everfed.session import Assembly
+    from everfed.session import Run
 
 IDENTITY = "federation.json"
 
@@ -53,14 +53,14 @@ def serve(serving: Serving, open_grid: Callable[[], Grid], observers: Sequence[O
         from everfed.session import assemble, execute
 
         recipe = scaled(_with_memory_format(serving.recipe, folder), serving.scale)
-        assembly = assemble(recipe, serving.data_dir, serving.scale)
+        run = assemble(recipe, serving.data_dir, serving.scale)
 
-        def build(assembly: Assembly, notify: Observer, durable: Callable[[], PlaceKey]) -> Engine:
-            return _engine(serving, folder, assembly, open_grid, notify, durable)
+        def build(run: Run, notify: Observer, durable: Callable[[], PlaceKey]) -> Engine:
+            return _engine(serving, folder, run, open_grid, notify, durable)
 
         # a sum that was opened can only be opened again with the same clients, so none is left to be repeated
         every = 0.0 if recipe.privacy.secure_aggregation else serving.checkpoint_every
-        return execute(assembly, folder, observers, every, build)
+        return execute(run, folder, observers, every, build)
 
 
 def _run_folder(serving: Serving) -> AbstractContextManager[RunFolder]:
@@ -97,7 +97,7 @@ def _with_frozen(recipe: Recipe, digest: str) -> Recipe:
 def _engine(
     serving: Serving,
     folder: RunFolder,
-    assembly: Assembly,
+    run: Run,
     open_grid: Callable[[], Grid],
     notify: Observer,
     durable: Callable[[], PlaceKey],
@@ -107,27 +107,27 @@ def _engine(
     from everfed.federation.flower.grid import GridTransport
     from everfed.federation.roster import ROSTER, Roster
 
-    roster = Roster(folder.path / ROSTER, assembly.stream.clients, serving.keys)
+    roster = Roster(folder.path / ROSTER, run.stream.clients, serving.keys)
 
     def enrol(node: Node) -> int:
         return roster.enrol(node.name, node.client, node.key if serving.keys else b"")
 
-    run, epoch = next_epoch(folder.path)
-    sent = _with_frozen(_with_memory_format(serving.recipe, folder), assembly.frozen)
-    identity = RunIdentity(run, epoch, to_toml(sent), serving.scale)
+    name, epoch = next_epoch(folder.path)
+    sent = _with_frozen(_with_memory_format(serving.recipe, folder), run.frozen)
+    identity = RunIdentity(name, epoch, to_toml(sent), serving.scale)
     log = AuditLog(folder.path / AUDIT)
-    log.write(what="start", run=run, epoch=epoch)
+    log.write(what="start", run=name, epoch=epoch)
     transport = AuditedTransport(GridTransport(open_grid, enrol, noted(notify, log)), log)
-    section = assembly.recipe.federation
+    section = run.recipe.federation
     options = PhaseOptions(**section.model_dump(exclude={"outlier", "samples"}))
-    _wait_for(transport, serving.clients or assembly.stream.clients, notify)
+    _wait_for(transport, serving.clients or run.stream.clients, notify)
 
     def allowed(client: int) -> int | None:
         return section.samples.get(roster.name(client))
 
     return Federated(
-        assembly.setup,
-        assembly.build_module,
+        run.setup,
+        run.build_module,
         transport,
         identity,
         options,

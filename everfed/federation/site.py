@@ -73,7 +73,7 @@ class Identity:
     client: int = -1
 
 
-class Run:
+class ClientRun:
     """The files of one run on this client."""
 
     def __init__(self, folder: Path) -> None:
@@ -116,7 +116,7 @@ class Site:
         self._on_disk = Runs(folder, keep_runs)
         self._ledger = LedgerFile(folder / LEDGER)
         self._current = ""
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, ClientRun] = {}
         self._runtime: tuple[tuple[str, float], ClientRuntime] | None = None
 
     def answer(self, packet: Packet) -> Packet:
@@ -173,7 +173,7 @@ class Site:
         self._mark_active(request.run)
         return Answer(REPLY, fingerprint(request), holds=tuple(run.payloads.names()), fresh=fresh, replies=replies)
 
-    def _step(self, run: Run, runtime: ClientRuntime, request: Request, step: Step, packet: Packet) -> bytes:
+    def _step(self, run: ClientRun, runtime: ClientRuntime, request: Request, step: Step, packet: Packet) -> bytes:
         """Make a step, or repeat the reply of one that was made before."""
         name = f"{step.name}.{request.client}"
         if any(part.per_epoch for part in runtime.setup.method.protections):
@@ -195,7 +195,7 @@ class Site:
         return data
 
     def _computed(
-        self, run: Run, runtime: ClientRuntime, request: Request, step: Step, message: Message | None
+        self, run: ClientRun, runtime: ClientRuntime, request: Request, step: Step, message: Message | None
     ) -> tuple[State, Reply]:
         """(state, reply) of a step, which is charged before it is computed."""
         before, method = run.journal.before(step.place), runtime.setup.method
@@ -231,12 +231,12 @@ class Site:
             self._on_disk.mark_active(name)
             self._current = name
 
-    def _run(self, name: str) -> Run:
+    def _run(self, name: str) -> ClientRun:
         if name in self._runs and not self._runs[name].journal.folder.is_dir():
             _LOG.warning("the state of run %s was removed from %s; it starts without", name, self.folder)
             self._runs = {}
         if name not in self._runs:
-            self._runs = {name: Run(self.folder / name)}  # one at a time is kept in memory
+            self._runs = {name: ClientRun(self.folder / name)}  # one at a time is kept in memory
         return self._runs[name]
 
     def _runtime_for(self, recipe: str, request: Request) -> ClientRuntime:

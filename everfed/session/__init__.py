@@ -1,7 +1,7 @@
 """From a recipe to a run: builds the stream, the model, the method and the engine, drives the runner, and writes down
 what came of it."""
 
-from everfed.session.assembly import Assembly, OtherWeights, assemble, build_method, identity_of
+from everfed.session.assembly import OtherWeights, Run, assemble, build_method, identity_of
 from everfed.session.execution import estimate, execute
 
-__all__ = ["Assembly", "OtherWeights", "assemble", "build_method", "estimate", "execute", "identity_of"]
+__all__ = ["OtherWeights", "Run", "assemble", "build_method", "estimate", "execute", "identity_of"]

@@ -35,7 +35,7 @@ class OtherWeights(RecipeError):
 
 
 @dataclass(frozen=True)
-class Assembly:
+class Run:
     """The pieces of a run, checked against each other. `build_module` makes the model with its first weights, the extra
     parameters of the method's parts included. first: its vectors. scale: of the recipe's work. frozen: SHA-256 of the
     frozen parameters, which every machine must hold; "" where all train."""
@@ -66,7 +66,7 @@ def assemble(
     scale: float = 1.0,
     stream: Stream | None = None,
     model: nn.Module | None = None,
-) -> Assembly:
+) -> Run:
     """Build and check everything. Raises the user's errors: unknown keys, a method that does not fit, missing data.
     stream, model: made in Python, instead of those that the recipe names."""
     engines.check(recipe.engine)
@@ -102,7 +102,7 @@ def assemble(
     _check_groups(options.optimizer, layout)
     setup = Setup(method, stream, facts, options, recipe.seed)
     privacy.check(setup)
-    return Assembly(recipe, setup, lambda: attach(bare_module(), method.parts, handle), first, scale, frozen)
+    return Run(recipe, setup, lambda: attach(bare_module(), method.parts, handle), first, scale, frozen)
 
 
 def _check_groups(optimizer: Optimizer, layout: Layout) -> None:
@@ -212,12 +212,12 @@ def identity_of(module: nn.Module) -> str:
     return digest_of(" ".join(state), *state.values())
 
 
-def fingerprint(assembly: Assembly) -> str:
+def fingerprint(run: Run) -> str:
     """Of all that decides a run's numbers, as far as it is known: two runs that differ in it share no checkpoint.
     The engine is left out: a run may go on in another one. Defaults are, too: a later version may have more keys."""
-    stream = assembly.stream
+    stream = run.stream
     left_out = {"engine", "federation", "compare", "monitor"}
-    table = assembly.recipe.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
+    table = run.recipe.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
     facts = [stream.name, stream.tasks, stream.clients, stream.rounds, stream.classes, list(stream.input_shape)]
-    facts += [mark for mark in (stream.fingerprint, assembly.frozen) if mark]
+    facts += [mark for mark in (stream.fingerprint, run.frozen) if mark]
     return digest(json.dumps([table, facts], sort_keys=True).encode())

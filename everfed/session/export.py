@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from everfed.core.layout import head_name
 from everfed.models import lora
 from everfed.models.pretrained import HuggingFace
-from everfed.session.saved_model import Description, HandoverError, check_shared, normalised
+from everfed.session.saved_model import Description, ModelFileError, check_shared, normalised
 
 SAMPLES = 4  # that the exported network is compared on
 TOLERANCE = 1e-4  # of the largest output: other runtimes add up in another order
@@ -38,12 +38,12 @@ class Deployed(nn.Module):
 
 def export(module: nn.Module, description: Description, to: str, folder: Path) -> float:
     """Write the network into a new `folder`; returns the largest difference of outputs after reading it back. Raises
-    HandoverError, and leaves nothing, where the format does not fit or the outputs differ."""
+    ModelFileError, and leaves nothing, where the format does not fit or the outputs differ."""
     if to not in FORMATS:
-        raise HandoverError(f"--to {to}: allowed: {', '.join(FORMATS)}")
+        raise ModelFileError(f"--to {to}: allowed: {', '.join(FORMATS)}")
     check_shared(description)
     if folder.exists():
-        raise HandoverError(f"{folder} exists already; name a new folder with --out")
+        raise ModelFileError(f"{folder} exists already; name a new folder with --out")
     folder.mkdir(parents=True)
     try:
         samples = example(description)
@@ -53,7 +53,9 @@ def export(module: nn.Module, description: Description, to: str, folder: Path) -
             found = FORMATS[to](module, description, folder, samples)
         difference = float((found - expected).abs().max())
         if not difference <= TOLERANCE * max(1.0, float(expected.abs().max())):
-            raise HandoverError(f"the network exported to {to} gives other outputs (by up to {difference:g}); not kept")
+            raise ModelFileError(
+                f"the network exported to {to} gives other outputs (by up to {difference:g}); not kept"
+            )
         (folder / ABOUT).write_text(json.dumps(asdict(description), indent=2, default=list) + "\n")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -96,7 +98,7 @@ def _onnx(module: nn.Module, description: Description, folder: Path, samples: Te
         import onnx.reference
         import onnxscript  # noqa: F401  torch.onnx writes with it
     except ImportError as missing:
-        raise HandoverError(
+        raise ModelFileError(
             f"--to onnx needs {missing.name}; install it with: pip install 'everfed[export]'"
         ) from missing
     torch.onnx.export(
@@ -118,7 +120,7 @@ def _onnx(module: nn.Module, description: Description, folder: Path, samples: Te
 def _hf(module: nn.Module, description: Description, folder: Path, samples: Tensor) -> Tensor:
     """A folder of transformers' own, with the names of the classes."""
     if not isinstance(module, HuggingFace):
-        raise HandoverError(
+        raise ModelFileError(
             f"--to hf is for networks of transformers (model.kind = 'hf:FOLDER'), not {description.kind!r}"
         )
     module = copy.deepcopy(module)
@@ -137,12 +139,12 @@ def _peft(module: nn.Module, description: Description, folder: Path, samples: Te
     try:
         import peft
     except ImportError as missing:
-        raise HandoverError("--to peft needs PEFT; install it with: pip install 'everfed[peft]'") from missing
+        raise ModelFileError("--to peft needs PEFT; install it with: pip install 'everfed[peft]'") from missing
     if lora.layers(module):
         module = _with_peft_layers(module, description)
     place, adapted = next(((n, m) for n, m in module.named_modules() if isinstance(m, peft.PeftModel)), ("", None))
     if adapted is None:
-        raise HandoverError(
+        raise ModelFileError(
             f"--to peft is for networks with an adapter, of PEFT or of model.lora; {description.kind!r} has none"
         )
     adapted.save_pretrained(str(folder))
@@ -162,7 +164,9 @@ def _with_peft_layers(module: nn.Module, description: Description) -> nn.Module:
     factors = {name: layer.eval().factors() for name, layer in own.items()}
     ranks, scales = {len(down) for down, _ in factors.values()}, {layer.scale for layer in own.values()}
     if {type(layer) for layer in own.values()} != {lora.LoRALinear} or len(ranks) > 1 or len(scales) > 1:
-        raise HandoverError(f"--to peft: the adapters of {description.kind!r} are no LoRA of whole layers and one rank")
+        raise ModelFileError(
+            f"--to peft: the adapters of {description.kind!r} are no LoRA of whole layers and one rank"
+        )
     lora.replace_layers(plain, lambda layer: layer.without_factors())
     rank, alpha = ranks.pop(), cast(Any, scales.pop())  # a float, too, whatever PEFT declares
     head = head_name(module).rpartition(".")[0].rpartition(".")[2]

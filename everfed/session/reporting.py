@@ -17,7 +17,7 @@ from everfed.core.stream import Stream
 from everfed.core.tree import Tree
 from everfed.engines.group import Group
 from everfed.errors import UserError
-from everfed.session.assembly import Assembly
+from everfed.session.assembly import Run
 from everfed.session.result import at_chance
 from everfed.store.clients import ClientStore
 
@@ -61,31 +61,31 @@ def buffer_reporter(
     return report
 
 
-def announce(notify: Observer, assembly: Assembly, state: RunState | None) -> None:
+def announce(notify: Observer, run: Run, state: RunState | None) -> None:
     """Report the start, with the round and the bytes that a resumed run begins with."""
-    stream = assembly.stream
+    stream = run.stream
     so_far = {"round": state.round, **_bytes(state)} if state is not None else {"round": 0}
     if state is not None:
         notify({"event": "resume", "round": state.round})
     notify(
         {
             "event": "start",
-            "method": assembly.method.name,
-            "recipe": assembly.recipe.name,
-            "seed": assembly.recipe.seed,
+            "method": run.method.name,
+            "recipe": run.recipe.name,
+            "seed": run.recipe.seed,
             "rounds": stream.rounds,
             "tasks": stream.tasks,
             "clients": stream.clients,
             **so_far,
         }
     )
-    for warning in assembly.method.warnings:
+    for warning in run.method.warnings:
         notify({"event": "warning", "message": warning})
 
 
-def report_end(notify: Observer, assembly: Assembly, result: dict[str, Any], seconds: float) -> None:
+def report_end(notify: Observer, run: Run, result: dict[str, Any], seconds: float) -> None:
     """Report the main numbers of a finished run, after a warning where it has learned nothing."""
-    if (warning := at_chance(assembly.stream, result)) is not None:
+    if (warning := at_chance(run.stream, result)) is not None:
         notify({"event": "warning", "message": warning})
     notify({"event": "end", "score": result["score"], "metrics": result["metrics"], "seconds": seconds})
 

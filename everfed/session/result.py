@@ -23,7 +23,7 @@ from everfed.core.stream import Stream
 from everfed.metrics import language
 from everfed.metrics import matrix as accuracy_matrix
 from everfed.metrics.scores import score_of
-from everfed.session.assembly import Assembly
+from everfed.session.assembly import Run
 from everfed.store.run import RunFolder
 
 
@@ -35,9 +35,9 @@ class HasSummary(Protocol):
         """Plain numbers and words about the finished run."""
 
 
-def result(assembly: Assembly, state: RunState, environment: dict[str, Any], state_bytes: int) -> dict[str, Any]:
+def result(run: Run, state: RunState, environment: dict[str, Any], state_bytes: int) -> dict[str, Any]:
     """The content of result.json. environment: the engine's description of itself; state_bytes: of all clients."""
-    recipe, stream = assembly.recipe, assembly.stream
+    recipe, stream = run.recipe, run.stream
     n_test = [int(row[0]) for row in _last_full_row(state) if row is not None]
     curves = _curves(state, stream)
     by_logits = {
@@ -47,14 +47,14 @@ def result(assembly: Assembly, state: RunState, environment: dict[str, Any], sta
     chosen = by_logits[recipe.eval.logits]
     return {
         "everfed": everfed.__version__,
-        "method": assembly.method.name,
+        "method": run.method.name,
         "recipe": recipe.name,
-        "stream": _facts(assembly),
+        "stream": _facts(run),
         "seed": recipe.seed,
-        "scale": assembly.scale,
+        "scale": run.scale,
         "score": stream.score,
         "logits": recipe.eval.logits,
-        "evaluated": "personalised" if assembly.setup.personal else "global",
+        "evaluated": "personalised" if run.setup.personal else "global",
         "split": recipe.eval.split,
         "n_test": n_test,
         "accuracy_matrix": chosen["accuracy_matrix"],
@@ -64,16 +64,16 @@ def result(assembly: Assembly, state: RunState, environment: dict[str, Any], sta
         "curves": state.curves,
         **{f"{name}_suspected": memory["suspected"] for name, memory in state.watched.items()},
         "cost": _cost(state, state_bytes),
-        **({"frozen_sha256": assembly.frozen} if assembly.frozen else {}),
-        **_summaries(assembly, state),
+        **({"frozen_sha256": run.frozen} if run.frozen else {}),
+        **_summaries(run, state),
         "environment": {**_machine(), **environment},
     }
 
 
-def _facts(assembly: Assembly) -> dict[str, Any]:
+def _facts(run: Run) -> dict[str, Any]:
     """What the stream reports of itself; its scale is that of the work, of which it keeps the root."""
-    facts = assembly.stream.describe()
-    return {**facts, "scale": assembly.scale} if "scale" in facts else facts
+    facts = run.stream.describe()
+    return {**facts, "scale": run.scale} if "scale" in facts else facts
 
 
 def at_chance(stream: Stream, summary: dict[str, Any]) -> str | None:
@@ -115,9 +115,9 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _summaries(assembly: Assembly, state: RunState) -> dict[str, Any]:
+def _summaries(run: Run, state: RunState) -> dict[str, Any]:
     """The parts' own summaries, by part; nothing for most methods."""
-    found = {p.name: p.summary(state.server) for p in assembly.method.parts if isinstance(p, HasSummary)}
+    found = {p.name: p.summary(state.server) for p in run.method.parts if isinstance(p, HasSummary)}
     return {"parts": found} if found else {}
 
 

@@ -15,7 +15,7 @@ from everfed.core.context import Place
 from everfed.core.handle import Server
 from everfed.engines.eager import new_trainer
 from everfed.errors import UserError
-from everfed.session import Assembly
+from everfed.session import Run
 from everfed.store.checkpoint import newest
 from everfed.store.run import RunFolder
 
@@ -56,15 +56,15 @@ class Sheet:
     width: int
 
 
-def sample(folder: RunFolder, assembly: Assembly, per_class: int) -> Sheet:
+def sample(folder: RunFolder, run: Run, per_class: int) -> Sheet:
     """Images by label from the newest checkpoint of a run, the same on every machine."""
-    part = _generative(assembly)
+    part = _generative(run)
     state = newest(folder.checkpoint)
     if state is None:
         raise SamplesError(f"{folder.path} has no checkpoint yet, so no generator to draw from")
-    setup = assembly.setup
+    setup = run.setup
     index = min(state.round, setup.stream.rounds - 1)
-    trainer = new_trainer(setup, assembly.build_module)
+    trainer = new_trainer(setup, run.build_module)
     images, labels = [], []
     classes = sorted({label for task in range(setup.stream.tasks) for label in setup.stream.labels(task)})
     for number in range(-(-TRIES * per_class * len(classes) // BATCH)):
@@ -78,13 +78,11 @@ def sample(folder: RunFolder, assembly: Assembly, per_class: int) -> Sheet:
     return _sorted(torch.cat(images).cpu(), torch.cat(labels).cpu(), _names(setup.stream), per_class)
 
 
-def _generative(assembly: Assembly) -> HasGenerator:
-    for part in assembly.method.parts:
+def _generative(run: Run) -> HasGenerator:
+    for part in run.method.parts:
         if isinstance(part, HasGenerator):
             return part
-    raise SamplesError(
-        f"method {assembly.method.name!r} has no generator of images, so there is nothing to sample from"
-    )
+    raise SamplesError(f"method {run.method.name!r} has no generator of images, so there is nothing to sample from")
 
 
 def _pixels(stream: Any, inputs: Tensor) -> Tensor:

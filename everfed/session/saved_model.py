@@ -30,7 +30,7 @@ from everfed.engines.eager import new_trainer
 from everfed.errors import UserError
 from everfed.methods import registry as methods
 from everfed.models.pretrained import Rebuilds
-from everfed.session.assembly import FROZEN, IDENTITY, Assembly, fingerprint
+from everfed.session.assembly import FROZEN, IDENTITY, Run, fingerprint
 from everfed.store.checkpoint import latest
 from everfed.store.clients import ClientStore
 from everfed.store.run import RunFolder
@@ -43,7 +43,7 @@ IN_PYTHON = "python:"
 OWN_CODE = ("everfed.models", "everfed.methods", "everfed.streams", "everfed.federation.elsewhere:data")
 
 
-class HandoverError(UserError):
+class ModelFileError(UserError):
     """A model file that cannot be used in this way."""
 
 
@@ -55,7 +55,7 @@ class Description:
     normalised: uint8 images 0..255, float32, or int64 tokens. mean, std: subtracted and divided by, per channel, after
     uint8 is scaled to [0, 1]; both empty where nothing is, mean None where the stream has its own way. score: what
     outputs are scored by; with "accuracy" they are logits of the classes. recipe: digest of what decides the run's
-    numbers (`assembly.fingerprint`). adapted: the parts that changed the network, {part: its name in the registry, or
+    numbers (`fingerprint`). adapted: the parts that changed the network, {part: its name in the registry, or
     "module:Name" of a user's own, option: value}, in order. tasks: of the run, for which such parts keep adapters or
     prompts. personal: how many parameters every client has of its own, which in the file are as at the beginning.
     """
@@ -80,17 +80,19 @@ class Description:
 
     @staticmethod
     def from_json(text: str) -> Description:
-        """Raises HandoverError for anything that `to_json` does not write: a file may come from anywhere."""
+        """Raises ModelFileError for anything that `to_json` does not write: a file may come from anywhere."""
         try:
             table = json.loads(text)
             for key in ("input_shape", "std", "class_names", "mean"):
                 table[key] = None if table[key] is None else tuple(table[key])
             found = Description(**table)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise HandoverError(f"the description in the model file is damaged: {error}") from error
+            raise ModelFileError(f"the description in the model file is damaged: {error}") from error
         for name, right in found._types().items():
             if not right:
-                raise HandoverError(f"the description in the model file is damaged: {name} is {getattr(found, name)!r}")
+                raise ModelFileError(
+                    f"the description in the model file is damaged: {name} is {getattr(found, name)!r}"
+                )
         return found
 
     def _types(self) -> dict[str, bool]:
@@ -115,11 +117,11 @@ class Description:
         }
 
 
-def describe(assembly: Assembly, module: nn.Module) -> Description:
-    """Of an assembly's network."""
-    stream, model = assembly.stream, assembly.recipe.model
+def describe(run: Run, module: nn.Module) -> Description:
+    """Of a run's network."""
+    stream, model = run.stream, run.recipe.model
     form = stream.normalisation()
-    blank: Tensor = assembly.setup.facts.blank.x
+    blank: Tensor = run.setup.facts.blank.x
     left_out = {"weights", FROZEN, IDENTITY}  # the file's own tensors are used instead
     return Description(
         model.kind,
@@ -132,28 +134,28 @@ def describe(assembly: Assembly, module: nn.Module) -> Description:
         stream.score,
         {key: value for key, value in (model.model_extra or {}).items() if key not in left_out},
         module.rebuilding() if isinstance(module, Rebuilds) else {},
-        fingerprint(assembly),
+        fingerprint(run),
         [
             {"part": methods.name_of(type(part)), **options_of(part)}
-            for part in assembly.setup.method.parts
+            for part in run.setup.method.parts
             if overrides(part, "adapt")
         ],
-        assembly.setup.facts.tasks,
+        run.setup.facts.tasks,
     )
 
 
-def save(folder: RunFolder, assembly: Assembly, model: Model) -> None:
+def save(folder: RunFolder, run: Run, model: Model) -> None:
     """Write model.safetensors: parameters by name, as any PyTorch user expects them, frozen ones too; personal ones as
     at the beginning."""
-    module, personal = assembly.build_module(), assembly.setup.facts.personal
+    module, personal = run.build_module(), run.setup.facts.personal
     whole = {**model, "params": torch.cat([model["params"].cpu(), personal])}
-    description = replace(describe(assembly, module), personal=len(personal))
-    folder.write_model(to_bytes(with_vectors(assembly, module, whole), description))
+    description = replace(describe(run, module), personal=len(personal))
+    folder.write_model(to_bytes(with_vectors(run, module, whole), description))
 
 
-def with_vectors(assembly: Assembly, module: nn.Module, model: Model) -> nn.Module:
+def with_vectors(run: Run, module: nn.Module, model: Model) -> nn.Module:
     """The module, holding the tensors of a whole model."""
-    layout = assembly.setup.facts.layout
+    layout = run.setup.facts.layout
     layout.bind(module, *(model[key].cpu() for key in ("params", "stats", "counters")))
     return module
 
@@ -178,7 +180,7 @@ def load(file: Path, description: Description, model: nn.Module | None = None) -
     kind: str | nn.Module = description.kind
     if description.kind.startswith(IN_PYTHON):
         if model is None:
-            raise HandoverError(
+            raise ModelFileError(
                 f"{file}: the run began with a network made in Python ({description.kind.removeprefix(IN_PYTHON)}); "
                 "pass one of the same class: model=..."
             )
@@ -193,7 +195,7 @@ def load(file: Path, description: Description, model: nn.Module | None = None) -
     try:
         module.load_state_dict(tensors)
     except RuntimeError as error:
-        raise HandoverError(f"{file} does not fit the network {description.kind!r}: {error}") from error
+        raise ModelFileError(f"{file} does not fit the network {description.kind!r}: {error}") from error
     return module.eval()
 
 
@@ -210,7 +212,7 @@ def adapt(module: nn.Module, description: Description) -> None:
     ]
     for part in parts:
         if not isinstance(part, AddsParameters):
-            raise HandoverError(f"the description in the model file is damaged: part {part.name!r} changes no network")
+            raise ModelFileError(f"the description in the model file is damaged: part {part.name!r} changes no network")
         part.adapt(module, Server(part.name, {}, Context(0, facts, TrainOptions())))
 
 
@@ -226,9 +228,9 @@ def attach_extras(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_shared(description: Description) -> None:
-    """Raises HandoverError where the shared network alone is none that was trained."""
+    """Raises ModelFileError where the shared network alone is none that was trained."""
     if description.personal:
-        raise HandoverError(
+        raise ModelFileError(
             f"every client has {description.personal:,} parameters of its own, which the shared network lacks; name a "
             "client: everfed.load(folder, client=0), everfed export --client 0"
         )
@@ -248,7 +250,7 @@ def as_samples(description: Description, x: np.ndarray | Tensor | Sequence[Any])
 def _as_samples(description: Description, x: np.ndarray | Tensor) -> Tensor:
     samples = storage_form(x, "predict")
     if str(samples.dtype) != f"torch.{description.dtype}":
-        raise HandoverError(
+        raise ModelFileError(
             f"predict needs samples of type {description.dtype}, as in training (uint8 images hold 0 to 255); got "
             f"{samples.dtype}. Network inputs can be given to `.model` itself"
         )
@@ -257,16 +259,16 @@ def _as_samples(description: Description, x: np.ndarray | Tensor) -> Tensor:
         try:
             samples = transforms.to_format(samples, shape[0], shape[1])
         except ValueError as problem:
-            raise HandoverError(f"predict: {problem}") from problem
+            raise ModelFileError(f"predict: {problem}") from problem
     if tuple(samples.shape[1:]) != shape:
-        raise HandoverError(f"predict needs samples of shape {shape}; got {tuple(samples.shape[1:])}")
+        raise ModelFileError(f"predict needs samples of shape {shape}; got {tuple(samples.shape[1:])}")
     return samples
 
 
 def normalised(description: Description, samples: Tensor) -> Tensor:
     """Samples as network inputs, as in training."""
     if description.mean is None:
-        raise HandoverError(
+        raise ModelFileError(
             "the stream of this run makes network inputs in a way of its own; make them yourself and call `.model`"
         )
     if samples.dtype == torch.int64:
@@ -275,33 +277,33 @@ def normalised(description: Description, samples: Tensor) -> Tensor:
 
 
 # personal models ------------------------------------------------------------------------------------------------------
-def client_model(folder: RunFolder, assembly: Assembly, client: int | None) -> nn.Module:
+def client_model(folder: RunFolder, run: Run, client: int | None) -> nn.Module:
     """The network that a client of a simulation was scored with at the end, in eval mode; None: the shared one."""
     if client is None:
-        module = assembly.build_module()
+        module = run.build_module()
         module.load_state_dict(safetensors.torch.load_file(folder.model))
         return module.eval()
-    if not 0 <= client < assembly.stream.clients:
-        raise HandoverError(f"--client {client}: the run has the clients 0 to {assembly.stream.clients - 1}")
+    if not 0 <= client < run.stream.clients:
+        raise ModelFileError(f"--client {client}: the run has the clients 0 to {run.stream.clients - 1}")
     store = ClientStore(folder.clients)
-    state = latest(folder.checkpoint, store, fingerprint(assembly))
+    state = latest(folder.checkpoint, store, fingerprint(run))
     if state is None:
-        raise HandoverError(f"{folder.path} has no checkpoint with its clients' states")
-    return personal_module(assembly, client, store.peek(client), state.model)
+        raise ModelFileError(f"{folder.path} has no checkpoint with its clients' states")
+    return personal_module(run, client, store.peek(client), state.model)
 
 
-def personal_module(assembly: Assembly, client: int, own: State | None, shared: Model) -> nn.Module:
-    """own: the client's state, None where it never took part. Raises HandoverError where the method's forward pass is
+def personal_module(run: Run, client: int, own: State | None, shared: Model) -> nn.Module:
+    """own: the client's state, None where it never took part. Raises ModelFileError where the method's forward pass is
     no network alone."""
-    setup = assembly.setup
+    setup = run.setup
     if setup.method.owner("forward") is not None:
-        raise HandoverError(
+        raise ModelFileError(
             f"method {setup.method.name!r} changes the forward pass by each client's state: its personal models are no "
             "networks alone and cannot be exported"
         )
     index = setup.stream.rounds - 1
     place, phase = Place(index, setup.stream.round(index)), setup.method.phases_by_name()[EVALUATE]
-    trainer = new_trainer(setup, assembly.build_module)
+    trainer = new_trainer(setup, run.build_module)
     ctx = setup.client(client, phase, place, trainer)
     whole = personal_model(setup.method, own or new_state(setup.method, ctx), {MODEL: dict(shared)}, ctx)
-    return with_vectors(assembly, assembly.build_module(), whole).eval()
+    return with_vectors(run, run.build_module(), whole).eval()

@@ -19,7 +19,7 @@ from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.runtime import RuntimeBuilder
 from everfed.federation.site import Identity, Site
 from everfed.recipe import from_table, to_toml
-from everfed.session import Assembly, assemble, execute
+from everfed.session import Run, assemble, execute
 from everfed.store.run import RunFolder
 from tests.federation.loop import Loop
 
@@ -33,36 +33,34 @@ TABLE = {
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Assembly, dict[str, Any]]:
+def federation(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("federation")
     recipe = from_table(TABLE)
-    assembly = assemble(recipe)
+    run = assemble(recipe)
     sites = {c: Site(folder / str(c), Identity(f"site-{c}", c), RuntimeBuilder()) for c in range(2)}
 
-    def build(assembly: Assembly, notify: Any, durable: Callable[[], PlaceKey]) -> Engine:
+    def build(run: Run, notify: Any, durable: Callable[[], PlaceKey]) -> Engine:
         identity = RunIdentity("a1", 1, to_toml(recipe), 1.0)
-        return Federated(assembly.setup, assembly.build_module, Loop(sites), identity, PhaseOptions(), durable, notify)
+        return Federated(run.setup, run.build_module, Loop(sites), identity, PhaseOptions(), durable, notify)
 
-    run = RunFolder.create(folder / "run", to_toml(recipe), {})
-    return folder, assembly, execute(assembly, run, [], 0.0, build)
+    opened = RunFolder.create(folder / "run", to_toml(recipe), {})
+    return folder, run, execute(run, opened, [], 0.0, build)
 
 
-def test_the_personal_models_are_those_that_were_scored(federation: tuple[Path, Assembly, dict[str, Any]]) -> None:
-    folder, assembly, result = federation
+def test_the_personal_models_are_those_that_were_scored(federation: tuple[Path, Run, dict[str, Any]]) -> None:
+    folder, run, result = federation
     right = torch.zeros(2)
     for client in range(2):
         module, description = client_model(folder / str(client), RuntimeBuilder())
         assert description.classes == 10
         for task in range(2):
-            test = assembly.stream.test(task)
+            test = run.stream.test(task)
             with torch.no_grad():
-                right[task] += (module(assembly.stream.inputs(test.x)).argmax(1) == test.y).double().mean() / 2
+                right[task] += (module(run.stream.inputs(test.x)).argmax(1) == test.y).double().mean() / 2
     assert result["accuracy_matrix"][-1] == pytest.approx(right.tolist())
 
 
-def test_a_client_s_folder_on_the_command_line(
-    federation: tuple[Path, Assembly, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_client_s_folder_on_the_command_line(federation: tuple[Path, Run, dict[str, Any]], tmp_path: Path) -> None:
     done = CliRunner().invoke(
         app, ["export", str(federation[0] / "1"), "--to", "torch", "--out", str(tmp_path / "out")]
     )

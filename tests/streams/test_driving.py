@@ -149,20 +149,20 @@ def test_memories_keep_images_with_their_boxes_and_raw_outputs(tmp_path: Path) -
     from everfed.recipe import Recipe
     from everfed.session import assemble
 
-    assembly = assemble(Recipe.model_validate(recipe("fedgp+der")))
-    assert assembly.setup.facts.outputs == (5, 10, 2, 3)
+    run = assemble(Recipe.model_validate(recipe("fedgp+der")))
+    assert run.setup.facts.outputs == (5, 10, 2, 3)
     from everfed.engines.eager import Eager
     from everfed.store.clients import ClientStore
 
     store = ClientStore(tmp_path)
-    engine = Eager(assembly.setup, store, assembly.build_module)
-    phase = assembly.method.train_phase()
+    engine = Eager(run.setup, store, run.build_module)
+    phase = run.method.train_phase()
     from everfed.core.message import MODEL
 
-    plan = assembly.stream.round(0)
-    list(engine.exchange(phase, (0, 1), {MODEL: assembly.first_model()}, Place(0, plan)))
+    plan = run.stream.round(0)
+    list(engine.exchange(phase, (0, 1), {MODEL: run.first_model()}, Place(0, plan)))
     kept = store.get(1)["memory"]
-    data = assembly.stream.data(1, 0)
+    data = run.stream.data(1, 0)
     assert kept["host"]["stored"] == len(data) and kept["logits"].shape == (201, 5, 10, 2, 3)
     for row, number in enumerate(kept["host"]["ids"][: len(data)].tolist()):
         (position,) = np.flatnonzero(data.ids == number)

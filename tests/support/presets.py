@@ -15,7 +15,7 @@ from everfed.methods import registry as methods
 
 FAMILY = ("fedavg", "fedprox", "fedcurv", "er", "der", "der++", "agem")  # what the FedGP paper composes with
 KINDS = (
-    "fedadam",  # slots on the server
+    "fedadam",  # state on the server
     "fedcurv",  # statistics of all clients in every message
     "fedgp+der++",  # a buffer, a phase of its own, a projection
     "coordinated",  # the server takes part in what buffers hold

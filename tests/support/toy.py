@@ -1,6 +1,6 @@
 """A tiny stream and a bench that runs any method on it, so that a test states only what it is about.
 
-`Bench("fedgp+der").run()` gives an outcome: `.params` is the shared model at the end, `.clients[0]["memory"]` the slots
+`Bench("fedgp+der").run()` gives an outcome: `.params` is the shared model at the end, `.clients[0]["memory"]` the state
 of a client, `.events` what was reported.
 """
 

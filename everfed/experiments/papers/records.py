@@ -52,12 +52,12 @@ def recipe_hash(settings: Mapping[str, Any]) -> str:
 def of_run(folder: Path, *, shared: bool = False, remark: str = "") -> Record:
     """The record of a run folder that is finished or diverged. shared: other programs used the device, so that its
     seconds are no measurement of speed. Raises UserError."""
-    run = RunFolder.open(folder)
-    result = run.read_result() or _of_diverged(run)
+    opened = RunFolder.open(folder)
+    result = opened.read_result() or _of_diverged(opened)
     if result is None:
         raise UserError(f"{folder} has no result.json: the run is not finished; `everfed resume {folder}` finishes it")
     measured = from_events(folder) if "diverged" not in result else {}
-    return make(result, settings_of(read_recipe(str(run.recipe))), measured, shared=shared, remark=remark)
+    return make(result, settings_of(read_recipe(str(opened.recipe))), measured, shared=shared, remark=remark)
 
 
 def folders(given: Iterable[Path]) -> list[Path]:
@@ -87,22 +87,22 @@ def diverged(folder: Path) -> str:
     return message if kind == "Diverged" else ""
 
 
-def _of_diverged(run: RunFolder) -> dict[str, Any] | None:
+def _of_diverged(opened: RunFolder) -> dict[str, Any] | None:
     """What a run that diverged has in place of a result: its stream's facts, built anew, and where it ended."""
-    message = diverged(run.path)
+    message = diverged(opened.path)
     if not message:
         return None
     from everfed.api import reassemble
 
-    assembly = reassemble(run, on_cpu=True)
-    facts = assembly.stream.describe()
-    recipe = assembly.recipe
+    run = reassemble(opened, on_cpu=True)
+    facts = run.stream.describe()
+    recipe = run.recipe
     return {
         "everfed": everfed.__version__,
         "recipe": recipe.name,
-        "method": assembly.method.name,
+        "method": run.method.name,
         "seed": recipe.seed,
-        "stream": {**facts, **({"scale": assembly.scale} if "scale" in facts else {})},
+        "stream": {**facts, **({"scale": run.scale} if "scale" in facts else {})},
         "diverged": message,
         "metrics": {},
         "accuracy_matrix": [],
