@@ -22,7 +22,7 @@ SCHEDULES = ("constant", "linear", "exponential", "geometric", "cosine", "table"
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters, by patterns of their names, with a rate or a weight decay of their own; None: the optimiser's."""
 
     match: Sequence[str]
@@ -84,7 +84,7 @@ class Optimizer:
     clip: float = 0.0
     warmup: float = 0.0
     by: str = "round"
-    groups: Sequence[Group] = ()
+    groups: Sequence[ParameterGroup] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factors", tuple(self.factors))
@@ -208,5 +208,5 @@ class Optimizer:
         )
 
 
-def _as_group(group: Group | Mapping[str, Any]) -> Group:
-    return group if isinstance(group, Group) else Group(**group)
+def _as_group(group: ParameterGroup | Mapping[str, Any]) -> ParameterGroup:
+    return group if isinstance(group, ParameterGroup) else ParameterGroup(**group)

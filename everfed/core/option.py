@@ -71,7 +71,7 @@ def option(
     return field(**defaults, hash=hash, metadata={_KEY: declared})
 
 
-class Options:
+class HasOptions:
     """Base of dataclasses with options: what is out of bounds is refused when one is made. Lists become tuples."""
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from everfed.core.data import Table
 from everfed.core.layout import AddsParameters
 from everfed.core.message import Model, State, Values
 from everfed.core.optimizer import Optimizer
-from everfed.core.option import Options
+from everfed.core.option import HasOptions
 from everfed.core.phase import Phase, Reducer
 from everfed.core.tree import Tree
 from everfed.errors import CompositionError
@@ -51,7 +51,7 @@ WHOLE = "whole"  # keeps vectors over all parameters: no part may train only som
 PLAIN = "plain"  # compares features of the network itself: no part may change its forward pass
 
 
-class Kept(Options):
+class Kept(HasOptions):
     """Options that stay as they are once a method is composed of them."""
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -34,7 +34,7 @@ Conflict = tuple[Tensor, Tensor]  # a reference (P,), and |reference|^2: 0-d, in
 
 
 @dataclass(frozen=True)
-class Cut:
+class GraphCut:
     """Where a graph of autograd is cut: what comes after is computed from `leaf`, a copy of `outputs` without history.
     The two sides are then differentiated one after the other, instead of adding up their gradients by one small
     operation for each parameter."""
@@ -43,8 +43,8 @@ class Cut:
     leaf: Tensor
 
     @staticmethod
-    def at(outputs: Tensor) -> Cut:
-        return Cut(outputs, outputs.detach().requires_grad_())
+    def at(outputs: Tensor) -> GraphCut:
+        return GraphCut(outputs, outputs.detach().requires_grad_())
 
 
 class Replica:
@@ -127,7 +127,7 @@ class Replica:
         some = [p for e, p in zip(self.layout.params, self.trainable, strict=True) if e.name in chosen]
         return self.layout.flatten_gradient(torch.autograd.grad(loss, some, materialize_grads=True), span)
 
-    def gradients(self, loss: Tensor, cuts: Sequence[Cut] = ()) -> list[Gradients]:
+    def gradients(self, loss: Tensor, cuts: Sequence[GraphCut] = ()) -> list[Gradients]:
         """The gradients of `loss` by all trainable parameters, of every backward pass: their sum is the gradient. There
         is one pass for the loss and one for each cut that it depends on."""
         leaves = [*self.trainable, *(cut.leaf for cut in cuts)]

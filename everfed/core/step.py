@@ -20,7 +20,7 @@ from everfed.core.layout import Entry, Layout
 from everfed.core.message import MODEL, Model, State
 from everfed.core.optimizer import Optimizer, Scales
 from everfed.core.part import Part, overrides
-from everfed.core.replica import Cut, Gradient, Gradients, Replica, normalised_apart
+from everfed.core.replica import Gradient, Gradients, GraphCut, Replica, normalised_apart
 from everfed.core.tree import Tree
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Training:
         self.all_y: Tensor = received
         self.batches: dict[str, dict[str, Batch]] = {}
         self.handed: dict[str, dict[str, Tensor]] = {}
-        self.cuts: list[Cut] = []  # between losses and the outputs of separate batches
+        self.cuts: list[GraphCut] = []  # between losses and the outputs of separate batches
         self._steps: dict[str, Step] = {}
         self._substeps: Substeps | None = None
         self._scales: tuple[Optimizer, Scales | None] | None = None
@@ -360,7 +360,7 @@ def _forward(training: Training, parts: Sequence[Part]) -> None:
         batch.outputs = training.forward_inputs(batch.x) if batch.ready else training.forward(batch.x)
         # a part with a forward pass of its own may keep features of it, and have a loss of them
         if batch.only_outputs and batch.outputs.requires_grad and not own_forward:
-            training.cuts.append(Cut.at(batch.outputs))
+            training.cuts.append(GraphCut.at(batch.outputs))
             batch.outputs = training.cuts[-1].leaf
 
 

@@ -29,7 +29,7 @@ class Stale(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """A finished step. request: its name; epoch: of the server then; has_state: whether it changed the state."""
 
     request: str
@@ -46,10 +46,10 @@ class Journal:
         remove_temporaries(folder)
         self.epoch = self._read_epoch()
         self._last_state: tuple[PlaceKey, State] | None = None
-        self._entries: dict[PlaceKey, Entry] = {}
+        self._entries: dict[PlaceKey, JournalEntry] = {}
         for path in folder.glob(f"*{_SUFFIX}"):
             content = tree.from_bytes(path.read_bytes())
-            entry = Entry(str(content["request"]), int(content["epoch"]), content["state"] is not None)
+            entry = JournalEntry(str(content["request"]), int(content["epoch"]), content["state"] is not None)
             self._entries[_place(path)] = entry
 
     @property
@@ -99,7 +99,7 @@ class Journal:
         changed = before is None or not tree.equal(before, state)
         content = {"state": state if changed else None, "reply": reply, "request": request, "epoch": self.epoch}
         write_atomic(self._path(place), tree.to_bytes(content))
-        self._entries[place] = Entry(request, self.epoch, changed)
+        self._entries[place] = JournalEntry(request, self.epoch, changed)
         if changed:
             self._last_state = (place, state)
 

@@ -261,7 +261,7 @@ def _forward(
         )  # fmt: skip
         return
     moments.launch(x, running, mean, rstd, momentum, eps, counts)
-    cut = tiles.map_cut(rows, columns)
+    cut = tiles.map_tiling(rows, columns)
     _normalise[cut.grid(rows, columns)](
         x, residual if has else x, weight, bias, mean, rstd, y, rows, columns, slope, has, **cut.options
     )
@@ -316,14 +316,14 @@ def _backward(
             R=power(rows), K=8, num_warps=_warps(rows),
         )  # fmt: skip
         return
-    cut = tiles.sum_cut(rows, columns)
+    cut = tiles.sum_tiling(rows, columns)
     grid = cut.grid(rows, columns)
     pw, pb = torch.empty((2, grid[0], columns), device=x.device).unbind()
     _gradient_sums[grid](
         *inputs, dr if has else dx, dw, db, pw, pb, counts,
         rows, columns, grid[0], slope, two, has, P=power(grid[0]), **cut.options,
     )  # fmt: skip
-    cut = tiles.map_cut(rows, columns)
+    cut = tiles.map_tiling(rows, columns)
     _gradient_out[cut.grid(rows, columns)](
         dr if has else dy, again if two else dy, x, weight, bias, mean, rstd, dw, db, dx,
         rows, columns, slope, two and not has, has, **cut.options,
@@ -336,7 +336,7 @@ Stored = tuple[Tensor, Tensor, Tensor, Tensor]  # weight, bias, running mean and
 def mapped(x: Tensor, residual: Tensor | None, stored: Stored, eps: float, slope: float) -> Tensor:
     """act(BatchNorm(x) + residual) in evaluation mode."""
     rows, columns = x.numel() // x.shape[1], x.shape[1]
-    cut, y, has = tiles.map_cut(rows, columns), torch.empty_like(x), residual is not None
+    cut, y, has = tiles.map_tiling(rows, columns), torch.empty_like(x), residual is not None
     _map[cut.grid(rows, columns)](x, residual if has else x, *stored, y, rows, columns, eps, slope, has, **cut.options)
     return y
 
@@ -347,7 +347,7 @@ def mapped_backward(
     """(dx, dresidual)."""
     rows, columns = y.numel() // y.shape[1], y.shape[1]
     dy = dy.contiguous(memory_format=torch.channels_last)
-    cut, dx = tiles.map_cut(rows, columns), torch.empty_like(y)
+    cut, dx = tiles.map_tiling(rows, columns), torch.empty_like(y)
     dr = torch.empty_like(y) if residual else None
     _map_backward[cut.grid(rows, columns)](
         dy, y, weight, variance, dx, dr if residual else dx, rows, columns, eps, slope, residual, **cut.options

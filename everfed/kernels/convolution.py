@@ -123,7 +123,7 @@ def _sum_parts(partial_ptr, out_ptr, parts, SIZE: tl.constexpr, P: tl.constexpr,
     tl.store(out_ptr + at, total(partial_ptr, at, SIZE, parts, P))
 
 
-class Cut(NamedTuple):
+class ProductTiling(NamedTuple):
     """How a product is cut into programs: tiles of `height` positions and `width` channels."""
 
     height: int
@@ -169,7 +169,7 @@ def input_gradient(
         return _convolved(dy, weight, tuple(x.shape), side - 1 - pad, 1, True)
     dx = torch.empty_like(x)
     rows = len(x) * -(-x.shape[2] // 2) * -(-x.shape[3] // 2)
-    cut = product_cut(rows, inputs)
+    cut = product_tiling(rows, inputs)
     _input_gradient_of_stride_2[(*cut.grid(rows, inputs), 4)](
         dy, weight, dx, rows, inputs, outputs, side, pad, *x.shape[2:], *dy.shape[2:], **cut.options
     )
@@ -180,7 +180,7 @@ def _convolved(x: Tensor, weight: Tensor, shape: tuple[int, ...], pad: int, step
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     (images, outputs, *size), (_, inputs, *image) = shape, x.shape
     rows = images * size[0] * size[1]
-    cut = product_cut(rows, outputs)
+    cut = product_tiling(rows, outputs)
     _convolve[cut.grid(rows, outputs)](
         x, weight, y, rows, inputs, outputs, weight.shape[2], step, pad, *image, *size, turned, **cut.options
     )
@@ -207,10 +207,10 @@ def weights_gradient(
 
 
 # Measured on an H200 for the layers of ResNet-18 at batches of 32 and 128, alone and with ten streams at it.
-def product_cut(rows: int, outputs: int) -> Cut:
+def product_tiling(rows: int, outputs: int) -> ProductTiling:
     if outputs % 128:
-        return Cut(128, 64, 3, 8)
-    return Cut(128, 128, 3, 8) if rows * outputs >= _MANY else Cut(64, 128, 3, 4)
+        return ProductTiling(128, 64, 3, 8)
+    return ProductTiling(128, 128, 3, 8) if rows * outputs >= _MANY else ProductTiling(64, 128, 3, 4)
 
 
 def parts_of(rows: int, blocks: int) -> int:

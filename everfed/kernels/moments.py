@@ -107,7 +107,7 @@ def launch(
 ) -> None:
     """Into mean and spread, as `_moments` says; running: BatchNorm's mean, variance and count, moved in training."""
     rows, columns = x.numel() // x.shape[1], x.shape[1]
-    cut = tiles.sum_cut(rows, columns)
+    cut = tiles.sum_tiling(rows, columns)
     grid = cut.grid(rows, columns)
     means, squares = torch.empty((2, grid[0], columns), device=x.device).unbind()
     _moments[grid](
@@ -126,7 +126,7 @@ def moments(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 def moments_backward(x: Tensor, dx: Tensor, mean: Tensor, dmean: Tensor, dvariance: Tensor) -> Tensor:
     """dx, and what comes from mean and variance."""
     rows, columns = x.numel() // x.shape[1], x.shape[1]
-    cut, total = tiles.map_cut(rows, columns), torch.empty_like(x)
+    cut, total = tiles.map_tiling(rows, columns), torch.empty_like(x)
     dx = dx.contiguous(memory_format=torch.channels_last)
     _moments_backward[cut.grid(rows, columns)](
         x, dx, mean, dmean.contiguous(), dvariance.contiguous(), total, rows, columns, **cut.options

@@ -40,7 +40,7 @@ def new_counts(x: Tensor) -> Tensor:
     return torch.zeros(-(-x.shape[1] // 16), dtype=torch.int32, device=x.device)
 
 
-class Cut(NamedTuple):
+class Tiling(NamedTuple):
     """How a matrix is cut into programs: each has `tiles` tiles of `height` rows and `width` columns."""
 
     tiles: int
@@ -61,12 +61,12 @@ class Cut(NamedTuple):
 
 
 # Measured on an H200 for the layers of ResNet-18 and of MFCL's generator at batches of 32 and 128.
-def sum_cut(rows: int, columns: int) -> Cut:
-    return Cut(-(-rows // (256 * _PARTS)), 256, width(columns, 32), 4)
+def sum_tiling(rows: int, columns: int) -> Tiling:
+    return Tiling(-(-rows // (256 * _PARTS)), 256, width(columns, 32), 4)
 
 
-def map_cut(rows: int, columns: int) -> Cut:
-    return Cut(1, 32, width(columns, 64), 4 if rows * columns > 2**22 else 2)
+def map_tiling(rows: int, columns: int) -> Tiling:
+    return Tiling(1, 32, width(columns, 64), 4 if rows * columns > 2**22 else 2)
 
 
 def width(columns: int, most: int) -> int:

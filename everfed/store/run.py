@@ -138,8 +138,9 @@ class RunFolder:
             return False
         if exit_code(error) == FAULT or isinstance(error, RunError) or self.read_settings().get("federated"):
             return True
-        with open(self.events, "rb") as lines:
-            return any(b'"event": "phase"' in line for line in lines)
+        from everfed.store.event_log import read_log  # which imports this module
+
+        return bool(read_log(self.path).phases)
 
     @staticmethod
     def discard(path: Path) -> None:

@@ -22,7 +22,7 @@ from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
 from everfed.core.message import State
 from everfed.core.optimizer import Optimizer
-from everfed.core.replica import Cut, Replica
+from everfed.core.replica import GraphCut, Replica
 from everfed.core.step import Training, train_step
 from everfed.method import Client, Gradient, Part, Server, Step, compose
 from everfed.methods.project.fedgp import FedGP
@@ -85,7 +85,7 @@ def test_each_cut_that_counts_has_a_backward_pass_the_last_one_first() -> None:
     """Loss 5 y(3) + 7 y(10), without y(100): (15, 5) of the loss itself, (70, 7) of the second pass, no third."""
     replica = linear()
     own, counted, unused = (replica.module(torch.full((1, 1), x)) for x in (3.0, 10.0, 100.0))
-    cuts = [Cut.at(counted), Cut.at(unused)]
+    cuts = [GraphCut.at(counted), GraphCut.at(unused)]
     passes = replica.gradients((5 * own + 7 * cuts[0].leaf).sum(), cuts)
     assert [[g.item() for g in gradients] for gradients in passes] == [[70.0, 7.0], [15.0, 5.0]]
     assert replica.flatten(passes).tolist() == [85.0, 12.0]
@@ -93,7 +93,7 @@ def test_each_cut_that_counts_has_a_backward_pass_the_last_one_first() -> None:
 
 def test_a_loss_without_a_parameter_has_zeros_for_it() -> None:
     replica = linear()
-    cut = Cut.at(replica.module(torch.full((1, 1), 3.0)))
+    cut = GraphCut.at(replica.module(torch.full((1, 1), 3.0)))
     passes = replica.gradients(2 * cut.leaf.sum(), [cut])
     assert replica.flatten(passes).tolist() == [6.0, 2.0]
     assert [[g.item() for g in gradients] for gradients in passes] == [[6.0, 2.0], [0.0, 0.0]]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import everfed
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
-from everfed.core.optimizer import Group, Optimizer
+from everfed.core.optimizer import Optimizer, ParameterGroup
 from everfed.recipe import from_table, to_toml
 from everfed.session import assemble
 from tests.parity.test_processes import on_processes
@@ -42,7 +42,7 @@ def both(ours: Optimizer, rates: list[float] | None = None, steps: int = 15) -> 
     usual |= {"momentum": ours.momentum} if ours.kind == "sgd" else {"betas": (ours.beta1, ours.beta2), "eps": ours.eps}
     groups = []
     for name, parameter in module.named_parameters():
-        own = next((g for g in ours.groups if g.owns(name)), Group(["*"]))
+        own = next((g for g in ours.groups if g.owns(name)), ParameterGroup(["*"]))
         given_here = {"lr": own.lr, "weight_decay": own.weight_decay}
         groups.append({"params": [parameter], **{k: v for k, v in given_here.items() if v is not None}})
     theirs = TORCH[ours.kind](groups, **usual)
@@ -63,14 +63,14 @@ def both(ours: Optimizer, rates: list[float] | None = None, steps: int = 15) -> 
     return params, torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-GROUPS = [Group(["1.*"], lr=0.05), Group(["*.bias"], weight_decay=0.0)]
+GROUPS = [ParameterGroup(["1.*"], lr=0.05), ParameterGroup(["*.bias"], weight_decay=0.0)]
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
 @pytest.mark.parametrize("clip", [0.0, 1.5])
 @pytest.mark.parametrize("groups", [[], GROUPS])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_equal_to_torch(kind: str, clip: float, groups: list[Group], weight_decay: float) -> None:
+def test_equal_to_torch(kind: str, clip: float, groups: list[ParameterGroup], weight_decay: float) -> None:
     optimizer = Optimizer(kind, lr=0.01, weight_decay=weight_decay, clip=clip, groups=groups)
     ours, theirs = both(optimizer)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
@@ -97,7 +97,7 @@ def test_by_hand() -> None:
 
 
 def test_the_first_group_that_matches_counts() -> None:
-    groups = [Group(["0.bias"], lr=0.3), Group(["0.*"], lr=0.2, weight_decay=0.7)]
+    groups = [ParameterGroup(["0.bias"], lr=0.3), ParameterGroup(["0.*"], lr=0.2, weight_decay=0.7)]
     scales = Optimizer(lr=0.1, weight_decay=0.5, groups=groups).scales(Layout.of(network()), torch.device("cpu"))
     assert scales is not None
     expected = {"0.weight": (2.0, 0.7), "0.bias": (3.0, 0.5), "1.weight": (1.0, 0.5), "1.bias": (1.0, 0.5)}
@@ -172,14 +172,14 @@ def test_a_recipe_keeps_its_groups() -> None:
 
     assert from_table(tomllib.loads(to_toml(recipe))) == recipe
     made = assemble(recipe).setup.options.optimizer
-    assert made.groups == (Group(["head.*"], lr=0.5), Group(["*.bias"], weight_decay=0.0))
+    assert made.groups == (ParameterGroup(["head.*"], lr=0.5), ParameterGroup(["*.bias"], weight_decay=0.0))
 
 
 # in every engine ------------------------------------------------------------------------------------------------------
 def bench(method: str = "der") -> Bench:
     optimizer = Optimizer(
         "adamw", lr=0.01, weight_decay=0.1, clip=0.5, warmup=0.5, by="step", schedule="cosine", state="task",
-        groups=[Group(["*.bias"], lr=0.03, weight_decay=0.0)],
+        groups=[ParameterGroup(["*.bias"], lr=0.03, weight_decay=0.0)],
     )  # fmt: skip
     return Bench(method, stream=Toy(clients=3), train=TrainOptions(2, 5, optimizer))
 

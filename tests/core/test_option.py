@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from everfed.core.option import Options, declared_options, option
+from everfed.core.option import HasOptions, declared_options, option
 
 NAN = float("nan")
 
 
 @dataclass(frozen=True)
-class Bounded(Options):
+class Bounded(HasOptions):
     least: float | None = option(1, at_least=0.5)
     above: float = option(1.0, above=0)
     most: float = option(0.5, at_most=1)

@@ -19,7 +19,7 @@ from everfed import kernels
 from everfed.core.context import Setup, TrainOptions
 from everfed.core.data import Table
 from everfed.core.engine import ClientError
-from everfed.core.optimizer import Group, Optimizer
+from everfed.core.optimizer import Optimizer, ParameterGroup
 from everfed.core.step import Training
 from everfed.core.trainer import Trainer
 from everfed.engines.captured_steps import Columns, Workspace, kernel_search, share_of_steps
@@ -322,7 +322,7 @@ def test_equal_optimisers_share_the_rates_that_graphs_read() -> None:
     setup = case.setup()
     replica = Trainer(setup.stream, setup.facts.layout, case.build_module).replica
     training = Training(None, replica, None, None, {}, {}, replica.params)  # type: ignore[arg-type]
-    first, second = (Optimizer(lr=0.1, groups=(Group(("*bias*",), lr=0.2),)) for _ in range(2))
+    first, second = (Optimizer(lr=0.1, groups=(ParameterGroup(("*bias*",), lr=0.2),)) for _ in range(2))
     assert first is not second and training.scales(first) is training.scales(second)
 
 

@@ -16,7 +16,7 @@ from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
 from everfed.core.evaluate import EvalOptions
 from everfed.core.method import compose
-from everfed.core.optimizer import Group, Optimizer
+from everfed.core.optimizer import Optimizer, ParameterGroup
 from everfed.core.phase import Reduction
 from everfed.core.replica import Gradient, project
 from everfed.core.server import Runner
@@ -270,7 +270,7 @@ def test_it_must_be_the_last_rule_and_wants_plain_sgd() -> None:
     assert compose(FedAvg(), Memory(), FedGP(), optimizer=Optimizer("sgd")).warnings == ()
     assert "reference" in compose(FedAvg(), Memory(), FedGP(), optimizer=Optimizer("adam")).warnings[0]
     assert "momentum" in compose(FedAvg(), Memory(), FedGP(), optimizer=Optimizer(momentum=0.9)).warnings[0]
-    grouped = Optimizer("adam", groups=[Group(["*bias"], lr=0.5)])
+    grouped = Optimizer("adam", groups=[ParameterGroup(["*bias"], lr=0.5)])
     assert "adam and groups" in compose(FedAvg(), Memory(), FedGP(), optimizer=grouped).warnings[0]
 
 

@@ -64,9 +64,9 @@ def test_a_convolution_of_many_channels(
 
 
 def test_large_tiles_are_for_outputs_that_have_many() -> None:
-    small, large = many.product_cut(8192, 128), many.product_cut(128 * 256, 128)
+    small, large = many.product_tiling(8192, 128), many.product_tiling(128 * 256, 128)
     assert small.height < large.height and small.width == large.width == 128
-    assert many.product_cut(8192, 64).width == many.product_cut(8192, 192).width == 64
+    assert many.product_tiling(8192, 64).width == many.product_tiling(8192, 192).width == 64
     assert [many.parts_of(*of) for of in ((32768, 3), (512, 192), (5, 1), (128, 1))] == [22, 1, 1, 2]
 
 

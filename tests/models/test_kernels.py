@@ -40,7 +40,7 @@ def test_batchnorm_and_its_statistics(
 ) -> None:
     monkeypatch.setattr(batchnorm, "_SMALL", small)
     # several tiles to a program, and a last one that is not full
-    monkeypatch.setattr(tiles, "sum_cut", lambda *_: tiles.Cut(2, 32, 16, 4))
+    monkeypatch.setattr(tiles, "sum_tiling", lambda *_: tiles.Tiling(2, 32, 16, 4))
     torch.manual_seed(0)
     norm, exact = nn.BatchNorm2d(shape[1]), nn.BatchNorm2d(shape[1]).double()
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_batchnorm_and_its_statistics(
 
 def test_a_channel_far_from_zero_keeps_its_variance(tiles, monkeypatch) -> None:
     """Sums of squares in float32 would be off by several per cent for a variance of 1 beside a mean of 1,000."""
-    monkeypatch.setattr(tiles, "sum_cut", lambda *_: tiles.Cut(2, 64, 16, 4))
+    monkeypatch.setattr(tiles, "sum_tiling", lambda *_: tiles.Tiling(2, 64, 16, 4))
     torch.manual_seed(0)
     x = (torch.randn(4, 16, 9, 9) + 1_000).contiguous(memory_format=torch.channels_last)
     mean, variance = importlib.import_module("everfed.kernels.moments").moments(x, tiles.new_counts(x))

@@ -13,7 +13,7 @@ from torch import nn
 from everfed import models
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
-from everfed.core.optimizer import Group, Optimizer
+from everfed.core.optimizer import Optimizer, ParameterGroup
 from everfed.models.pretrained import HuggingFace, freeze
 from tests.parity.test_processes import on_processes
 from tests.parity.test_resume import assert_resumes
@@ -49,7 +49,9 @@ def lora_vit(input_shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 def bench(module: Callable[..., nn.Module], method: str) -> Bench:
-    optimizer = Optimizer("adamw", lr=0.01, weight_decay=0.1, clip=1.0, groups=[Group(["*classifier*"], lr=0.05)])
+    optimizer = Optimizer(
+        "adamw", lr=0.01, weight_decay=0.1, clip=1.0, groups=[ParameterGroup(["*classifier*"], lr=0.05)]
+    )
     return Bench(method, stream=Toy(clients=2, samples=8), module=module, train=TrainOptions(1, 4, optimizer))
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.data import take_rows
-from everfed.core.option import Options
+from everfed.core.option import HasOptions
 from everfed.method import (
     CLASSES,
     END,
@@ -104,7 +104,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Policy(Options):
+class Policy(HasOptions):
     """Base of all policies. `kind` is its name in recipes; one of a user's own goes by package.module:Name."""
 
     kind = ""

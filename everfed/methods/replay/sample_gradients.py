@@ -25,7 +25,7 @@ from torch.nn import Module
 
 from everfed.core import random
 from everfed.core.context import Context
-from everfed.core.option import Options
+from everfed.core.option import HasOptions
 from everfed.method import Model, option
 from everfed.methods.common.per_sample import Loss, Network, closed_forms, constants
 from everfed.naming import with_options
@@ -35,7 +35,7 @@ DEFAULT_MEMORY = 2**30
 
 # at a client's model --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class GradientOptions(Options):
+class GradientOptions(HasOptions):
     """How policies compute gradients of samples. Drawn augmentations are the same in all exchanges of a round."""
 
     layers: str = option("all", one_of=("all", "last"), about="differentiate all parameters, or the last layer's")
