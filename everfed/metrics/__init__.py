@@ -32,6 +32,7 @@ From perplexities (`language`)
 Over seeds and against the papers (`statistics`, `acceptance`)
     mean_and_deviation             population deviation (ddof = 0)
     paired_difference              mean difference over the same seeds, with a t-interval
+    paired_by_seed                 the same of {seed: value}, over the seeds that both have
     gap, levels                    whether levels are equivalent, differ, or neither is shown
     effect, covers                 whether a method's difference to its baseline is the paper's
     never_compared                 published cells that carry no evidence
@@ -82,7 +83,13 @@ from everfed.metrics.matrix import (
     summary,
     task_curve,
 )
-from everfed.metrics.statistics import PairedDifference, Spread, mean_and_deviation, paired_difference
+from everfed.metrics.statistics import (
+    PairedDifference,
+    Spread,
+    mean_and_deviation,
+    paired_by_seed,
+    paired_difference,
+)
 
 __all__ = [
     "PairedDifference",
@@ -118,6 +125,7 @@ __all__ = [
     "objective_ratio",
     "optimal_objective",
     "over_time",
+    "paired_by_seed",
     "paired_difference",
     "perplexity",
     "rcp",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float], confidence
         return PairedDifference(mean, None, None, count, confidence)
     half = _t_quantile(confidence, count - 1) * math.sqrt(_squares(differences, mean) / (count - 1) / count)
     return PairedDifference(mean, mean - half, mean + half, count, confidence)
+
+
+def paired_by_seed(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> PairedDifference | None:
+    """`paired_difference` over the seeds that both have, of {seed: value}; None where they share none."""
+    shared = sorted(ours.keys() & theirs.keys())
+    return paired_difference([ours[s] for s in shared], [theirs[s] for s in shared]) if shared else None
 
 
 def _t_quantile(confidence: float, freedom: int) -> float:

@@ -74,3 +74,9 @@ def test_errors() -> None:
         metrics.mean_and_deviation([0.5, math.nan])
     with pytest.raises(ValueError, match="one or more finite values"):
         metrics.paired_difference([], [])
+
+
+def test_seeds_that_one_side_lacks_are_left_out() -> None:
+    ours, theirs = {0: 11.0, 1: 22.0, 2: 33.0, 7: 0.0}, {2: 30.0, 1: 20.0, 0: 10.0, 3: 99.0}
+    assert metrics.paired_by_seed(ours, theirs) == metrics.paired_difference([11, 22, 33], [10, 20, 30])
+    assert metrics.paired_by_seed({0: 1.0}, {1: 1.0}) is None

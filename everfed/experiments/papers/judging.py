@@ -16,7 +16,7 @@ from everfed.experiments.papers.measures import Sample, measure
 from everfed.experiments.papers.planning import Cell, Experiment, experiments, plan
 from everfed.experiments.papers.records import Record, differences, settings_of
 from everfed.experiments.papers.tables import Stated, tables
-from everfed.metrics import PairedDifference, Spread, covers, gap, levels, mean_and_deviation, paired_difference
+from everfed.metrics import PairedDifference, Spread, covers, gap, levels, mean_and_deviation, paired_by_seed
 from everfed.metrics import effect as verdict_on
 from everfed.metrics.acceptance import LEAST_SEEDS
 from everfed.recipe import read
@@ -169,12 +169,11 @@ def _with_levels(found: Sequence[Judged]) -> list[Judged]:
 
 def _effect(one: Judged, baseline: Judged | None) -> Effect | None:
     """The difference to the baseline over the seeds that both have; None where there is none, or no points."""
-    seeds = sorted(set(one.values) & set(baseline.values)) if baseline else []
-    if baseline is None or not seeds or one.cell.measured.unit != "points":
+    ours = paired_by_seed(one.values, baseline.values) if baseline else None
+    if baseline is None or ours is None or one.cell.measured.unit != "points":
         return None
-    ours = paired_difference([one.values[s] for s in seeds], [baseline.values[s] for s in seeds])
     found = Effect(one.cell.baseline, ours, one.cell.claimed)
-    why = _why_no_effect(one, baseline, len(seeds))
+    why = _why_no_effect(one, baseline, ours.count)
     if why or found.paper is None:
         return replace(found, why=why or "the paper prints no difference")
     return replace(found, verdict=verdict_on(ours, found.paper), covers=covers(ours, found.paper))
