@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from everfed.core.context import Facts, TrainOptions
 from everfed.core.data import Data, Schedule, Table
 from everfed.core.handle import Client, Server
-from everfed.core.layout import Entry, Layout
+from everfed.core.layout import AddsParameters, Entry, Layout
 from everfed.core.message import MODEL, Cached, Model, PerClient, State, Values
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
@@ -24,7 +24,6 @@ from everfed.core.part import (
     TASK_ID,
     TOGETHER,
     WHOLE,
-    AddsParameters,
     Aggregator,
     Part,
     Personal,

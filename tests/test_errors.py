@@ -8,9 +8,8 @@ import json
 import pytest
 
 from everfed.core.events import Diverged
-from everfed.core.part import CompositionError
 from everfed.data.errors import DataError
-from everfed.errors import RecipeError, UserError, exit_code, from_note, is_user_error, note_of
+from everfed.errors import CompositionError, RecipeError, UserError, exit_code, from_note, is_user_error, note_of
 from everfed.streams.options import OptionError
 
 

@@ -31,7 +31,6 @@ from everfed.core.part import (
     TOGETHER,
     WHOLE,
     Aggregator,
-    CompositionError,
     Part,
     Personal,
     Protection,
@@ -40,6 +39,7 @@ from everfed.core.part import (
 )
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Reducer, When
 from everfed.core.stream import Stream
+from everfed.errors import CompositionError
 
 _ONE_OWNER = ("objective", "forward")
 SGD = Optimizer()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from everfed.core.data import Table
 from everfed.core.layout import AddsParameters
-from everfed.core.message import Model, State, Values
+from everfed.core.message import Model, Values
 from everfed.core.optimizer import Optimizer
 from everfed.core.option import HasOptions
 from everfed.core.phase import Phase, Reducer
@@ -215,32 +215,3 @@ def overrides(part: Part, hook: str) -> bool:
 def options_of(part: Part) -> dict[str, Any]:
     """Options by name."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
-
-
-__all__ = [
-    "BOUNDARIES",
-    "CLASSES",
-    "EAGER",
-    "HELD_OUT",
-    "HISTORY",
-    "HOOKS",
-    "PLAIN",
-    "SHARED",
-    "TASK_ID",
-    "TOGETHER",
-    "WHOLE",
-    "AddsParameters",
-    "Aggregator",
-    "CompositionError",
-    "Model",
-    "Part",
-    "Personal",
-    "Protection",
-    "Reduced",
-    "State",
-    "Tables",
-    "Values",
-    "Weights",
-    "options_of",
-    "overrides",
-]

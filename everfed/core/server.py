@@ -17,7 +17,7 @@ from typing import Any
 from everfed.core.context import Context, Place, PlaceKey, Setup
 from everfed.core.engine import Engine, PhaseCall, Replies
 from everfed.core.evaluate import EvalOptions, Evaluation, scored_on_clients
-from everfed.core.events import Diverged, Event, Monitor, Reporter, check_finite
+from everfed.core.events import Event, Monitor, Reporter, check_finite
 from everfed.core.handle import Server, with_state
 from everfed.core.layout import PIECES, TrainsPieces, cut, pasted
 from everfed.core.message import (
@@ -408,6 +408,3 @@ def _first_state(setup: Setup, model: Model) -> State:
         part.init(server)
         states = server.states
     return states
-
-
-__all__ = ["Diverged", "EvalOptions", "Event", "RunState", "Runner", "batchable", "phases_of", "plan_of"]

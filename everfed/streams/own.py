@@ -35,14 +35,7 @@ from everfed.data.targets import CLASSES, blank_targets, storage_targets, strata
 from everfed.naming import load_object
 from everfed.streams.draws import generator
 from everfed.streams.objectives import ByObjective, objective_of
-from everfed.streams.options import (
-    OptionError,
-    Options,
-    normalisation,
-    require_choice,
-    require_number,
-    require_whole,
-)
+from everfed.streams.options import OptionError, Options, normalisation, require_choice, require_number, require_whole
 from everfed.streams.planned import CACHE_BYTES, PlannedStream, require_split
 
 DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}

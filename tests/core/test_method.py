@@ -14,11 +14,12 @@ from everfed.core.handle import Client
 from everfed.core.message import Values
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, TASK_ID, CompositionError, Part, options_of
+from everfed.core.part import BOUNDARIES, TASK_ID, Part, options_of
 from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Collect, Mean, Phase, Reducer, Rounds, When, every
 from everfed.core.replica import Gradient
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.errors import CompositionError
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.project.agem import AGEM

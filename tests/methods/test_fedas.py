@@ -13,8 +13,8 @@ from everfed.core.context import TrainOptions
 from everfed.core.handle import Server
 from everfed.core.message import MODEL
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
 from everfed.core.phase import TRAIN, Phase
+from everfed.errors import CompositionError
 from everfed.methods import registry as methods
 from everfed.methods.common.layers import class_means, features
 from everfed.methods.personal.fedas import FedAS, alignment_loss, fisher_trace, shares

@@ -16,8 +16,8 @@ from everfed.core.layout import registered
 from everfed.core.message import State
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
 from everfed.core.tree import Tree, tensor_bytes
+from everfed.errors import CompositionError
 from everfed.methods import registry as methods
 from everfed.methods.common.layers import hidden_weights
 from everfed.methods.personal.fedweit import (

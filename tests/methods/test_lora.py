@@ -16,7 +16,7 @@ from everfed import models
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
+from everfed.errors import CompositionError
 from everfed.models import lora
 from everfed.models.lora import LoRALinear
 from everfed.models.vit import ViT

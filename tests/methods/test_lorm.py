@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from everfed.core.part import CompositionError
+from everfed.errors import CompositionError
 from everfed.methods import registry as methods
 from everfed.methods.pretrained.lorm import factor_gram
 from everfed.methods.pretrained.regmean import _current_tasks, damped, over, packed, times, unpacked

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
 from everfed.core.tree import equal, tensor_bytes
+from everfed.errors import CompositionError
 from everfed.methods import registry as methods
 from everfed.methods.project.ogd import OGD, extended, principal, project_out, widened
 from tests.support.rehearsal_free import ClassToy

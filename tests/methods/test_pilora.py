@@ -15,7 +15,7 @@ from everfed import models
 from everfed.core.context import TrainOptions
 from everfed.core.evaluate import correct_counts
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
+from everfed.errors import CompositionError
 from everfed.methods.pretrained.pilora import PILoRA, Prototypes, QueryValueLoRA, nearness_weights, prototype_weights
 from everfed.models.vit import ViT
 from tests.methods.test_lora import ClassToy, entries

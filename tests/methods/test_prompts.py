@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from everfed.core.context import TrainOptions
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError, Part
+from everfed.core.part import Part
+from everfed.errors import CompositionError
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.common.layers import features

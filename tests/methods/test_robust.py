@@ -14,8 +14,8 @@ from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
 from everfed.core.phase import Reducer, Shared
+from everfed.errors import CompositionError
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.aggregate.robust import (

@@ -17,7 +17,8 @@ from everfed.core.context import TrainOptions
 from everfed.core.data import Data
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import EAGER, CompositionError
+from everfed.core.part import EAGER
+from everfed.errors import CompositionError
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.project.matching import match_gradients

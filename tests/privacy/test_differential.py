@@ -19,8 +19,8 @@ from everfed.core.engine import Engine
 from everfed.core.handle import Server
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
 from everfed.core.phase import Phase
+from everfed.errors import CompositionError
 from everfed.methods import registry as methods
 from everfed.privacy.accountant import epsilon
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy, check_setup, clip_norm, private

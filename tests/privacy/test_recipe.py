@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import everfed.api as api
-from everfed.core.part import CompositionError
-from everfed.errors import RecipeError
+from everfed.errors import CompositionError, RecipeError
 from everfed.recipe import from_table
 from everfed.reports.html import render
 from everfed.reports.read import read_run

@@ -16,11 +16,10 @@ from everfed import privacy
 from everfed.core.context import Setup
 from everfed.core.engine import Engine
 from everfed.core.method import Method
-from everfed.core.part import CompositionError
 from everfed.core.phase import When
 from everfed.core.server import RunState
 from everfed.engines.ranks import Ranks
-from everfed.errors import UserError
+from everfed.errors import CompositionError, UserError
 from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.site import Identity, Site
 from everfed.privacy.accountant import composed, epsilon, multiplier

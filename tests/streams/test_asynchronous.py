@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import TOGETHER, CompositionError
+from everfed.core.part import TOGETHER
+from everfed.errors import CompositionError
 from everfed.methods import registry as methods
 from everfed.streams import clocks
 from everfed.streams.options import OptionError

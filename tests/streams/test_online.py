@@ -18,9 +18,9 @@ from everfed.core.evaluate import EvalOptions
 from everfed.core.handle import Handle
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import HOOKS, CompositionError, Part, overrides
+from everfed.core.part import HOOKS, Part, overrides
 from everfed.core.step import Step
-from everfed.errors import RecipeError
+from everfed.errors import CompositionError, RecipeError
 from everfed.methods import registry as methods
 from everfed.recipe import from_table
 from everfed.streams.options import OptionError
