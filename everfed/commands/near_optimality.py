@@ -17,7 +17,7 @@ from everfed.commands.output import show_table
 from everfed.errors import UserError
 
 if TYPE_CHECKING:
-    from everfed.methods.replay.near_optimality import Row
+    from everfed.methods.replay.near_optimality import Choice
 
 
 def near_optimality(
@@ -71,7 +71,7 @@ def _whole(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def write(rows: Sequence[Row], folder: Path, facts: dict[str, int]) -> None:
+def write(rows: Sequence[Choice], folder: Path, facts: dict[str, int]) -> None:
     """near_optimality.csv with a line per choice, near_optimality.json with the mean ratios."""
     from everfed.methods.replay.near_optimality import mean_ratios
 
@@ -86,7 +86,7 @@ def write(rows: Sequence[Row], folder: Path, facts: dict[str, int]) -> None:
     (folder / "near_optimality.json").write_text(json.dumps({**facts, "means": means}, indent=2) + "\n")
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Choice], path: Path) -> None:
     """A panel for every reading and number of samples: the distribution of every policy's ratios, as lines of the share
     of clients below a ratio."""
     import matplotlib
@@ -107,7 +107,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _panel(axes: Any, rows: Sequence[Row]) -> None:
+def _panel(axes: Any, rows: Sequence[Choice]) -> None:
     for policy in dict.fromkeys(row.policy for row in rows):
         ratios = sorted(row.ratio for row in rows if row.policy == policy)
         axes.step(ratios, [(k + 1) / len(ratios) for k in range(len(ratios))], where="post", label=policy)
@@ -115,7 +115,7 @@ def _panel(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlabel("objective / optimum")
 
 
-def _report(rows: Sequence[Row], folder: Path, plot: bool, as_json: bool) -> None:
+def _report(rows: Sequence[Choice], folder: Path, plot: bool, as_json: bool) -> None:
     from everfed.methods.replay.near_optimality import mean_ratios
 
     means = mean_ratios(rows)

@@ -16,7 +16,7 @@ DIGITS = tuple("0123456789")
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """One layout of a set on disk.
 
     folders: places below the data folder. files: the files needed, each as alternative names. read: Paths -> Arrays.
@@ -41,16 +41,16 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownArrays:
     """A named set: its classes (None: as many as its files name), the layouts it is read in (first found wins) and
     where it is published."""
 
     classes: int | None
     class_names: tuple[str, ...] | None
-    layouts: tuple[Layout, ...]
+    layouts: tuple[FileLayout, ...]
     get_it: str
 
-    def find(self, root: Path) -> tuple[Layout, Files] | None:
+    def find(self, root: Path) -> tuple[FileLayout, Files] | None:
         """The first layout whose files are all there."""
         for layout in self.layouts:
             files = layout.find(root)
@@ -63,8 +63,8 @@ def _first_file(folder: Path, names: tuple[str, ...]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _npz(*stems: str) -> Layout:
-    return Layout(("", stems[0]), (tuple(f"{s}.npz" for s in stems),), lambda files: formats.read_npz(files[0]))
+def _npz(*stems: str) -> FileLayout:
+    return FileLayout(("", stems[0]), (tuple(f"{s}.npz" for s in stems),), lambda files: formats.read_npz(files[0]))
 
 
 def _idx_names(stem: str) -> tuple[str, ...]:
@@ -98,13 +98,13 @@ def _read_cifar100(files: Files) -> Arrays:
     return _pairs(formats.read_cifar100_binary)(files)._replace(class_names=names)
 
 
-def _idx_layout(prefix: str, test: str, folders: tuple[str, ...], read: Callable[[Files], Arrays]) -> Layout:
+def _idx_layout(prefix: str, test: str, folders: tuple[str, ...], read: Callable[[Files], Arrays]) -> FileLayout:
     parts = (f"{prefix}train", f"{prefix}{test}")
     stems = [f"{part}-{kind}" for part in parts for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
-    return Layout(folders, tuple(_idx_names(stem) for stem in stems), read)
+    return FileLayout(folders, tuple(_idx_names(stem) for stem in stems), read)
 
 
-_EMNIST_DIGITS = Known(
+_EMNIST_DIGITS = KnownArrays(
     10,
     DIGITS,
     (
@@ -114,8 +114,8 @@ _EMNIST_DIGITS = Known(
     "https://www.nist.gov/itl/products-and-services/emnist-dataset (gzip.zip)",
 )
 
-KNOWN: Mapping[str, Known] = {
-    "mnist": Known(
+KNOWN: Mapping[str, KnownArrays] = {
+    "mnist": KnownArrays(
         10,
         DIGITS,
         (_npz("mnist"), _idx_layout("", "t10k", ("", "mnist", "MNIST/raw", "mnist/raw"), _read_idx)),
@@ -123,17 +123,17 @@ KNOWN: Mapping[str, Known] = {
     ),
     "emnist": _EMNIST_DIGITS,
     "emnist-digits": _EMNIST_DIGITS,
-    "usps": Known(
+    "usps": KnownArrays(
         10,
         DIGITS,
         (
             _npz("usps"),
-            Layout(
+            FileLayout(
                 ("", "usps", "USPS"),
                 (("zip.train", "zip.train.gz"), ("zip.test", "zip.test.gz")),
                 _pairs(formats.read_usps_text),
             ),
-            Layout(
+            FileLayout(
                 ("", "usps", "USPS"),
                 (("usps", "usps.bz2"), ("usps.t", "usps.t.bz2")),
                 _pairs(formats.read_usps_svmlight),
@@ -141,21 +141,23 @@ KNOWN: Mapping[str, Known] = {
         ),
         "https://hastie.su.domains/ElemStatLearn/data.html (zip.train.gz, zip.test.gz)",
     ),
-    "svhn": Known(
+    "svhn": KnownArrays(
         10,
         DIGITS,
         (
             _npz("svhn"),
-            Layout(("", "svhn", "SVHN"), (("train_32x32.mat",), ("test_32x32.mat",)), _pairs(formats.read_svhn_mat)),
+            FileLayout(
+                ("", "svhn", "SVHN"), (("train_32x32.mat",), ("test_32x32.mat",)), _pairs(formats.read_svhn_mat)
+            ),
         ),
         "http://ufldl.stanford.edu/housenumbers/ (train_32x32.mat, test_32x32.mat)",
     ),
-    "cifar10": Known(
+    "cifar10": KnownArrays(
         10,
         ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
         (
             _npz("cifar10"),
-            Layout(
+            FileLayout(
                 ("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10"),
                 (*((f"data_batch_{i}.bin",) for i in range(1, 6)), ("test_batch.bin",)),
                 _read_cifar10,
@@ -164,12 +166,12 @@ KNOWN: Mapping[str, Known] = {
         "https://www.cs.toronto.edu/~kriz/cifar.html: the BINARY version, cifar-10-binary.tar.gz, unpacked "
         "(the python version is pickled, and everfed reads no pickles), or dataset = 'hub:uoft-cs/cifar10'",
     ),
-    "cifar100": Known(
+    "cifar100": KnownArrays(
         100,
         None,
         (
             _npz("cifar100"),
-            Layout(
+            FileLayout(
                 ("cifar-100-binary", "cifar100/cifar-100-binary", "cifar100"),
                 (("train.bin",), ("test.bin",)),
                 _read_cifar100,
@@ -178,17 +180,17 @@ KNOWN: Mapping[str, Known] = {
         "https://www.cs.toronto.edu/~kriz/cifar.html: the BINARY version, cifar-100-binary.tar.gz, unpacked "
         "(the python version is pickled, and everfed reads no pickles), or dataset = 'hub:uoft-cs/cifar100'",
     ),
-    "tiny-imagenet": Known(
+    "tiny-imagenet": KnownArrays(
         None,
         None,
         (
             _npz("tiny-imagenet", "tiny_imagenet"),
-            Layout(
+            FileLayout(
                 ("tiny-imagenet-200", "tiny-imagenet/tiny-imagenet-200", "tiny-imagenet", "tiny_imagenet"),
                 (("val/val_annotations.txt",),),
                 tiny_imagenet.read_published,
             ),
-            Layout(("tiny-imagenet", "tiny_imagenet"), (("names.json",),), tiny_imagenet.read_folders),
+            FileLayout(("tiny-imagenet", "tiny_imagenet"), (("names.json",),), tiny_imagenet.read_folders),
         ),
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip, unpacked",
     ),

@@ -59,7 +59,7 @@ class Domains:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownDomains:
     """A named set. domains: in their usual order. folders: its possible folders below the data folder. size: of decoded
     images. find_other, read_other: find and read another form of the set."""
 
@@ -147,7 +147,7 @@ def _load_own(name: str, folder: Path | None) -> Domains:
     )
 
 
-def _remedy(known: Known) -> str:
+def _remedy(known: KnownDomains) -> str:
     return f"Get it from {known.get_it}; then put it into the folder that --data or {VARIABLE} names"
 
 
@@ -206,14 +206,14 @@ def _features(xs: list[np.ndarray], ys: list[np.ndarray], path: Path) -> Domains
     return Domains("office-caltech10", _OFFICE_CALTECH, tuple(sources))
 
 
-KNOWN: Mapping[str, Known] = {
-    "office31": Known(
+KNOWN: Mapping[str, KnownDomains] = {
+    "office31": KnownDomains(
         ("amazon", "dslr", "webcam"),
         ("office31", "Office31", "office-31", "office_31", "office"),
         300,
         "https://faculty.cc.gatech.edu/~judy/domainadapt/ (domain_adaptation_images.tar.gz)",
     ),
-    "office-caltech10": Known(
+    "office-caltech10": KnownDomains(
         _OFFICE_CALTECH,
         ("office_caltech10", "office-caltech10", "office_caltech_10", "OfficeCaltech10"),
         300,
@@ -221,7 +221,7 @@ KNOWN: Mapping[str, Known] = {
         _find_features,
         _read_features,
     ),
-    "pacs": Known(
+    "pacs": KnownDomains(
         ("photo", "art_painting", "cartoon", "sketch"),
         ("pacs", "PACS", "pacs/kfold", "PACS/kfold"),
         227,

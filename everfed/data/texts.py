@@ -24,7 +24,7 @@ SUFFIX = ".jsonl"
 _BEFORE = ("title", "subject")  # fields of a line that belong in front of its text
 
 
-class Row(NamedTuple):
+class TextRow(NamedTuple):
     """A text with its class, by number (then perhaps with a name) or by name alone. part: "train", "test" or another;
     "" where the file has none."""
 
@@ -59,11 +59,11 @@ class Location:
     """One layout of a set below the data folder. path: a file of it, or its folder. read: that path -> rows."""
 
     path: str
-    read: Callable[[Path], Iterator[Row]]
+    read: Callable[[Path], Iterator[TextRow]]
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownTexts:
     """A named set: its possible layouts, what it is and where it is published. left_out: classes that are no topic."""
 
     places: tuple[Location, ...]
@@ -107,7 +107,7 @@ def load_texts(name: str, folder: Path | None = None) -> Texts:
 # readers ---------------------------------------------------------------------------------------------------------
 
 
-def read_jsonl(path: Path) -> Iterator[Row]:
+def read_jsonl(path: Path) -> Iterator[TextRow]:
     """Objects with text and label (a number counted from 0, or a name), and perhaps split, name, title or subject."""
     for number, line in enumerate(_lines(path), start=1):
         try:
@@ -117,10 +117,10 @@ def read_jsonl(path: Path) -> Iterator[Row]:
         if not isinstance(row, dict) or "text" not in row or not isinstance(row.get("label"), (int, str)):
             raise DataError(f"{path}, line {number}: needs an object with text, and label as a number or a name")
         text = "\n".join(str(row[key]) for key in (*_BEFORE, "text") if row.get(key))
-        yield Row(str(row.get("split", "")), row["label"], str(row.get("name", "")), text)
+        yield TextRow(str(row.get("split", "")), row["label"], str(row.get("name", "")), text)
 
 
-def read_zhang_csv(folder: Path) -> Iterator[Row]:
+def read_zhang_csv(folder: Path) -> Iterator[TextRow]:
     """train.csv and test.csv of Zhang et al.: a class counted from 1, then the columns of the text; classes.txt."""
     names = read_names(folder / "classes.txt") or ()
     for part in ("train", "test"):
@@ -130,26 +130,26 @@ def read_zhang_csv(folder: Path) -> Iterator[Row]:
                 raise DataError(f"{path}, row {number}: needs a class counted from 1 and a text; it has {row[:2]}")
             label = int(row[0]) - 1
             name = names[label] if label < len(names) else ""
-            yield Row(part, label, name, "\n".join(column for column in row[1:] if column).replace("\\n", "\n"))
+            yield TextRow(part, label, name, "\n".join(column for column in row[1:] if column).replace("\\n", "\n"))
 
 
-def read_message_folders(folder: Path) -> Iterator[Row]:
+def read_message_folders(folder: Path) -> Iterator[TextRow]:
     """20 Newsgroups by date: 20news-bydate-{train,test}/<group>/<message>; of a message, its subject and its body."""
     for part in ("train", "test"):
         root = folder / f"20news-bydate-{part}"
         for path in sorted(root.glob("*/*")):
             head, _, body = path.read_text(encoding="latin-1").partition("\n\n")
             subject = [line[len("Subject:") :].strip() for line in head.splitlines() if line.startswith("Subject:")]
-            yield Row(part, path.parent.name, "", "\n".join([*subject, body]))
+            yield TextRow(part, path.parent.name, "", "\n".join([*subject, body]))
 
 
-def read_clinc(path: Path) -> Iterator[Row]:
+def read_clinc(path: Path) -> Iterator[TextRow]:
     """CLINC150's data_full.json: {"train": [[text, intent], ...], "val": ..., "test": ..., "oos_train": ...}."""
     try:
         parts = json.loads(path.read_text(encoding="utf-8"))
         for part in ("train", "test"):
             for text, intent in parts[part]:
-                yield Row(part, str(intent), "", str(text))
+                yield TextRow(part, str(intent), "", str(text))
     except (ValueError, KeyError, TypeError) as problem:
         raise DataError(f"{path}: not CLINC150's data_full.json ({problem!r})") from problem
 
@@ -173,16 +173,16 @@ def _csv(folder: str) -> tuple[Location, ...]:
     return tuple(Location(f"{above}{folder}", read_zhang_csv) for above in ("", "text/"))
 
 
-KNOWN: Mapping[str, Known] = {
-    "yahooqa": Known(
+KNOWN: Mapping[str, KnownTexts] = {
+    "yahooqa": KnownTexts(
         (*_csv("yahoo_answers_csv"), *_jsonl("yahoo10")),
         "Yahoo! Answers, 10 topics",
         _ZHANG.format("yahoo_answers_csv"),
     ),
-    "dbpedia": Known(
+    "dbpedia": KnownTexts(
         (*_csv("dbpedia_csv"), *_jsonl("dbpedia14")), "DBpedia, 14 kinds of things", _ZHANG.format("dbpedia_csv")
     ),
-    "newsgroups": Known(
+    "newsgroups": KnownTexts(
         (
             *_jsonl("newsgroups20"),
             *(Location(folder, read_message_folders) for folder in ("20news-bydate", "20_newsgroups")),
@@ -190,7 +190,7 @@ KNOWN: Mapping[str, Known] = {
         "20 Newsgroups, split by date",
         "http://qwone.com/~jason/20Newsgroups/ (20news-bydate.tar.gz, unpacked into 20news-bydate/)",
     ),
-    "clinc150": Known(
+    "clinc150": KnownTexts(
         (*_jsonl("clinc150"), Location("data_full.json", read_clinc), Location("clinc150/data_full.json", read_clinc)),
         "CLINC150, 150 intents of an assistant's users; out-of-scope utterances are left out",
         "https://github.com/clinc/oos-eval (data/data_full.json)",
@@ -202,7 +202,7 @@ KNOWN: Mapping[str, Known] = {
 # from rows to a set ----------------------------------------------------------------------------------------------
 
 
-def _collected(name: str, rows: Iterator[Row], path: Path, left_out: Sequence[str] = ()) -> Texts:
+def _collected(name: str, rows: Iterator[TextRow], path: Path, left_out: Sequence[str] = ()) -> Texts:
     """Both parts with class ids; other parts of a file (validation) are left out."""
     kept = [row for row in rows if row.part in ("train", "test", "") and not {row.name, row.label} & {*left_out}]
     names = _class_names(kept, path)
@@ -215,7 +215,7 @@ def _collected(name: str, rows: Iterator[Row], path: Path, left_out: Sequence[st
     return Texts(name, x_train, y[train], x_test, y[test], names, str(path.absolute()))
 
 
-def _class_names(rows: Sequence[Row], path: Path) -> tuple[str, ...]:
+def _class_names(rows: Sequence[TextRow], path: Path) -> tuple[str, ...]:
     kinds = {type(row.label) for row in rows}
     if len(kinds) > 1:
         raise DataError(f"{path}: some labels are numbers and some are names; use one of them")
@@ -227,7 +227,7 @@ def _class_names(rows: Sequence[Row], path: Path) -> tuple[str, ...]:
     return tuple(named.get(label, "") or str(label) for label in range(max(named, default=-1) + 1))
 
 
-def _parts(rows: Sequence[Row], y: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _parts(rows: Sequence[TextRow], y: np.ndarray, path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Positions of the train and the test part; without any, a fixed fifth of every class is for testing."""
     part = np.array([row.part for row in rows])
     if len(part) and (part == "").all():

@@ -40,7 +40,7 @@ class Utterances:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownUtterances:
     """A named set: its file, which field holds the time, and what private data it stands in for."""
 
     file: str
@@ -58,9 +58,13 @@ class Known:
 
 
 _PRIVATE = "the private voice-assistant transcripts of the coordinated replay paper"
-KNOWN: Mapping[str, Known] = {
-    "chitchat": Known("chitchat.jsonl", "t", _PRIVATE, "dialogues of 200 users, April to November 2018, dated"),
-    "shakespeare": Known("shakespeare.jsonl", "act", _PRIVATE, "speeches of 1,363 roles, a period for every act"),
+KNOWN: Mapping[str, KnownUtterances] = {
+    "chitchat": KnownUtterances(
+        "chitchat.jsonl", "t", _PRIVATE, "dialogues of 200 users, April to November 2018, dated"
+    ),
+    "shakespeare": KnownUtterances(
+        "shakespeare.jsonl", "act", _PRIVATE, "speeches of 1,363 roles, a period for every act"
+    ),
 }
 
 

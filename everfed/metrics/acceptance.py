@@ -27,7 +27,7 @@ EFFECTS = (CONFIRMED, CONTRADICTED, UNRESOLVED)  # of those that the paper claim
 
 
 @dataclass(frozen=True)
-class Gap:
+class LevelGap:
     """ours - paper between two means, its standard error, and Welch's degrees of freedom."""
 
     difference: float
@@ -53,7 +53,7 @@ class Gap:
         return float(stdtr(self.freedom, -distance / self.error))
 
 
-def gap(ours: Spread, paper: Spread) -> Gap:
+def gap(ours: Spread, paper: Spread) -> LevelGap:
     """The difference of two means over seeds; each side needs at least two."""
     for name, side in (("ours", ours), ("paper", paper)):
         if side.count < 2 or not side.deviation >= 0:
@@ -61,10 +61,10 @@ def gap(ours: Spread, paper: Spread) -> Gap:
     parts = [side.deviation**2 / (side.count - 1) for side in (ours, paper)]  # of the mean, from the sample deviation
     whole = sum(parts)
     below = sum(part**2 / (side.count - 1) for part, side in zip(parts, (ours, paper), strict=True))
-    return Gap(ours.mean - paper.mean, math.sqrt(whole), whole**2 / below if below else math.inf)
+    return LevelGap(ours.mean - paper.mean, math.sqrt(whole), whole**2 / below if below else math.inf)
 
 
-def levels(gaps: Sequence[Gap]) -> list[str]:
+def levels(gaps: Sequence[LevelGap]) -> list[str]:
     """The verdicts on the levels of a table's cells. Those that differ are found with Holm's correction for all."""
     differ = _holm([one.p_differs for one in gaps])
     return [

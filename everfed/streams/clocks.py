@@ -143,7 +143,7 @@ def lagging(
     return np.minimum(on_time, tasks * rounds_per_task)
 
 
-def scheduled(rows: Sequence[traces.Row], clients: int, tasks: int, common: np.ndarray) -> np.ndarray:
+def scheduled(rows: Sequence[traces.Fact], clients: int, tasks: int, common: np.ndarray) -> np.ndarray:
     """(clients, tasks - 1): the first rounds as given, the common ones where none are. A task that begins in the same
     round as the next one is skipped."""
     first = np.tile(common[:-1], (clients, 1))

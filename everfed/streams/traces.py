@@ -20,8 +20,8 @@ Flatten = Callable[[Any], Iterable[Sequence[Any]]]  # a JSON entry -> its rows, 
 
 
 @dataclass(frozen=True)
-class Row:
-    """One fact. key, place: its option and its place there, for error messages."""
+class Fact:
+    """What a table says of a client. key, place: its option and its place there, for error messages."""
 
     key: str
     place: str
@@ -60,7 +60,7 @@ class Form:
     example: str
 
 
-def read(key: str, path: str, form: Form, clients: int) -> tuple[list[Row], str]:
+def read(key: str, path: str, form: Form, clients: int) -> tuple[list[Fact], str]:
     """(rows of a file, a fingerprint of its content). Raises OptionError that names the line or the client."""
     file = file_named(path)
     try:
@@ -77,7 +77,7 @@ def read(key: str, path: str, form: Form, clients: int) -> tuple[list[Row], str]
     return table_rows(key, table, form, clients, f"{path}, "), fingerprint
 
 
-def table_rows(key: str, table: Any, form: Form, clients: int, place: str = "") -> list[Row]:
+def table_rows(key: str, table: Any, form: Form, clients: int, place: str = "") -> list[Fact]:
     """The rows of a table {client: entry}."""
     if not isinstance(table, Mapping):
         raise OptionError(key, f"{place}expected a table such as {{ 3 = {form.example} }}, got {table!r}")
@@ -91,11 +91,11 @@ def table_rows(key: str, table: Any, form: Form, clients: int, place: str = "") 
             raise OptionError(key, f"{where}: expected an entry such as {form.example}, got {entry!r}") from error
         if any(len(found) != len(form.columns) - 1 for found in cells):
             raise OptionError(key, f"{where}: expected an entry such as {form.example}, got {entry!r}")
-        rows += [Row(key, where, client, found) for found in cells]
+        rows += [Fact(key, where, client, found) for found in cells]
     return rows
 
 
-def _csv_rows(key: str, path: str, text: str, form: Form, clients: int) -> Iterator[Row]:
+def _csv_rows(key: str, path: str, text: str, form: Form, clients: int) -> Iterator[Fact]:
     lines = csv.reader(text.splitlines())
     header = tuple(cell.strip().lower() for cell in next(lines, []))
     if header != form.columns:
@@ -107,7 +107,7 @@ def _csv_rows(key: str, path: str, text: str, form: Form, clients: int) -> Itera
         place = f"{path}, line {number}"
         if len(cells) != len(form.columns):
             raise OptionError(key, f"{place}: expected {len(form.columns)} cells, got {len(cells)}")
-        yield Row(key, place, _client(key, place, cells[0], clients), tuple(cells[1:]))
+        yield Fact(key, place, _client(key, place, cells[0], clients), tuple(cells[1:]))
 
 
 def _client(key: str, place: str, name: str, clients: int) -> int:

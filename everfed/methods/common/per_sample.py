@@ -85,7 +85,7 @@ def closed_forms(network: Network, x: Tensor, y: Tensor) -> Layers | None:
 
 
 @dataclass(frozen=True)
-class Layer:
+class NamedLayer:
     """A layer of the network and what its calls have left: the input, and where the gradient of the output appears."""
 
     path: str
@@ -100,7 +100,7 @@ class Layers:
     """The layers of a network that hold its `params`, all of which have closed forms."""
 
     network: Network
-    layers: Sequence[Layer]
+    layers: Sequence[NamedLayer]
 
     @staticmethod
     def of(network: Network) -> Layers | None:
@@ -112,7 +112,7 @@ class Layers:
             if _mixes_samples(module) or (names and not _has_closed_form(module)):
                 return None
             if names:
-                found.append(Layer(path, module, names))
+                found.append(NamedLayer(path, module, names))
         return Layers(network, found) if found else None
 
     def are_right(self, x: Tensor, y: Tensor) -> bool:
@@ -137,7 +137,7 @@ class Layers:
         return self._each(x, y, self._square)
 
     def _each(
-        self, x: Tensor, y: Tensor, compute: Callable[[Layer, str, Tensor, Tensor], Tensor]
+        self, x: Tensor, y: Tensor, compute: Callable[[NamedLayer, str, Tensor, Tensor], Tensor]
     ) -> tuple[Named, int] | None:
         """By parameter: compute(its layer, weight or bias, the layer's input, the gradient of its output); and the
         bytes of these inputs and gradients."""
@@ -162,7 +162,7 @@ class Layers:
     def _watched(self) -> Iterator[None]:
         """While it lasts, calls of the layers are noted."""
 
-        def watch(layer: Layer) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def watch(layer: NamedLayer) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
             def called(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
                 if output.requires_grad:
                     layer.inputs.extend(value.detach() for value in inputs)
@@ -185,7 +185,7 @@ class Layers:
         called_once = all(len(layer.outputs) == len(layer.inputs) == 1 for layer in self.layers)
         return called_once and all(_has_rows(layer.inputs[0], samples) for layer in self.layers)
 
-    def _gradient(self, layer: Layer, own: str, a: Tensor, g: Tensor) -> Tensor:
+    def _gradient(self, layer: NamedLayer, own: str, a: Tensor, g: Tensor) -> Tensor:
         module = layer.module
         if isinstance(module, nn.Linear):
             return _rows(g).transpose(1, 2) @ _rows(a) if own == "weight" else _rows(g).sum(1)
@@ -197,7 +197,7 @@ class Layers:
             g = g * functional.batch_norm(a, mean, variance, eps=float(module.eps))  # type: ignore[arg-type]
         return g.flatten(2).sum(2)
 
-    def _square(self, layer: Layer, own: str, a: Tensor, g: Tensor) -> Tensor:
+    def _square(self, layer: NamedLayer, own: str, a: Tensor, g: Tensor) -> Tensor:
         if isinstance(layer.module, nn.Linear) and own == "weight" and _rows(a).shape[1] == 1:
             return _rows(g)[:, 0].square().T @ _rows(a)[:, 0].square()  # a product of two numbers: no need to form it
         window = math.prod(getattr(layer.module, "kernel_size", ())) * a[0].nbytes

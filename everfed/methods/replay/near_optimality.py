@@ -28,7 +28,7 @@ _BLOCK = 2**20
 
 
 @dataclass(frozen=True)
-class Row:
+class Choice:
     """One policy's choice for one client; ratio >= 1 up to rounding."""
 
     reading: str
@@ -52,7 +52,7 @@ def near_optimality(
     dimension: int = 300,
     seed: int = 0,
     policies: Mapping[str, Policy] | None = None,
-) -> Iterator[Row]:
+) -> Iterator[Choice]:
     """One row per reading, size, repetition and policy. A repetition is one client, fixed by (seed, its own number)."""
     policies = policies or POLICIES
     for reading in readings:
@@ -60,22 +60,24 @@ def near_optimality(
             for repetition in range(repetitions):
                 entropy = (seed, READINGS.index(_known(reading)), samples, repetition)
                 gradients = draw_gradients(np.random.default_rng(entropy), samples, dimension, reading)
-                yield from _score(gradients, keep, policies, entropy, Row(reading, samples, repetition, "", 0.0, 0.0))
+                yield from _score(
+                    gradients, keep, policies, entropy, Choice(reading, samples, repetition, "", 0.0, 0.0)
+                )
 
 
 def _score(
-    gradients: np.ndarray, keep: int, policies: Mapping[str, Policy], entropy: tuple[int, ...], base: Row
-) -> Iterator[Row]:
+    gradients: np.ndarray, keep: int, policies: Mapping[str, Policy], entropy: tuple[int, ...], base: Choice
+) -> Iterator[Choice]:
     units = unit_rows(gradients).numpy()
     cosines = units @ units.T
     optimum = brute_force(cosines, keep)[0]
     for number, (name, policy) in enumerate(policies.items()):
         chosen = policy(gradients, keep, np.random.default_rng((*entropy, number + 1)))
         value = float(cosines[np.ix_(chosen, chosen)].sum())
-        yield Row(base.reading, base.samples, base.repetition, name, value, optimum)
+        yield Choice(base.reading, base.samples, base.repetition, name, value, optimum)
 
 
-def mean_ratios(rows: Iterable[Row]) -> dict[tuple[str, int, str], float]:
+def mean_ratios(rows: Iterable[Choice]) -> dict[tuple[str, int, str], float]:
     """(reading, samples, policy) -> mean ratio to the optimum."""
     ratios: dict[tuple[str, int, str], list[float]] = {}
     for row in rows:
