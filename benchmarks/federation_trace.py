@@ -129,8 +129,8 @@ def install(folder: Path) -> Notebook:
     if "everfed.federation.codec" in here:
         book.replace(BYTES, "everfed.core.tree", "to_bytes", "from_bytes")
         book.replace(BYTES, "everfed.federation.packet", "digest")
-    if "everfed.federation.site" in here:
-        book.replace(TRAINING, "everfed.federation.site", "_call")
+    if "everfed.federation.client" in here:
+        book.replace(TRAINING, "everfed.federation.client", "_call")
         book.replace(DISK, "everfed.federation.journal:Journal", "find", "before", "record", "forget")
         book.replace(DISK, "everfed.federation.payloads:PayloadCache", "put", "has")
         book.replace(TRANSPORT, "everfed.federation.packet", "send", "receive")

@@ -174,16 +174,16 @@ def described(packet: Packet, contents: bool = True) -> dict[str, Any]:
 
 
 class Audited:
-    """A site whose requests and answers are written down; what cannot be written down is not answered. server: the
+    """A client whose requests and answers are written down; what cannot be written down is not answered. server: the
     address that it takes part at."""
 
-    def __init__(self, site: Any, log: AuditLog, server: str) -> None:
-        self.site, self.log, self.server = site, log, server
+    def __init__(self, client: Any, log: AuditLog, server: str) -> None:
+        self.client, self.log, self.server = client, log, server
 
     def answer(self, packet: Packet) -> Packet:
         try:
             self.log.write(what="request", server=self.server, **described(packet))
-            answer: Packet = self.site.answer(packet)
+            answer: Packet = self.client.answer(packet)
             self.log.write(what="answer", server=self.server, **described(answer))
         except OSError as error:
             _LOG.warning("the audit log cannot be written: %s", error)

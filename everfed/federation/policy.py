@@ -119,7 +119,7 @@ class Policy(BaseModel):
 
 
 class Answers(Protocol):
-    """A site, or anything else that answers packets."""
+    """A real client, or anything else that answers packets."""
 
     def answer(self, packet: Packet) -> Packet: ...
 
@@ -128,8 +128,8 @@ class Guard:
     """Answers packets within the policy: only allowed code is imported, only files of the data folder are opened, and a
     round has a limit of bytes and seconds. data: `module:function` of this client's own stream."""
 
-    def __init__(self, site: Answers, policy: Policy, data: str | None = None, folder: Path | None = None) -> None:
-        self.site, self.policy, self.folder = site, policy, folder
+    def __init__(self, client: Answers, policy: Policy, data: str | None = None, folder: Path | None = None) -> None:
+        self.client, self.policy, self.folder = client, policy, folder
         self.names = policy.names(*([data] if data else []))
         self._round: tuple[str, int] = ("", -1)  # run, round
         self._bytes, self._seconds = 0, 0.0
@@ -141,7 +141,7 @@ class Guard:
         try:
             self._check_bytes()
             with restricted(self.names), files_inside(self.folder), self._limited():
-                answer = self.site.answer(packet)
+                answer = self.client.answer(packet)
             self._bytes += _size(answer)
             self._check_bytes()
             return self._reported(answer)
@@ -167,7 +167,7 @@ class Guard:
             raise Refusal(f"policy max_bytes = {limit}: this round's requests and answers have {self._bytes}")
 
     def _reported(self, answer: Packet) -> Packet:
-        """Refusals inside the site appear in this client's log, too."""
+        """Refusals inside the client appear in this client's log, too."""
         if answer.header.get("kind") == REFUSED:
             _LOG.warning("refused: %s", answer.header.get("reason"))
         return answer

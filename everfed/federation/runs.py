@@ -22,7 +22,7 @@ from everfed.store.files import sync_folder, write_atomic
 KEPT = 5  # runs kept beside the current one
 STEPS = "steps"
 _ORDER, _GONE = "runs.json", ".gone."
-_LOG = logging.getLogger("everfed.site")
+_LOG = logging.getLogger("everfed.client")
 
 
 def is_run(name: str) -> bool:

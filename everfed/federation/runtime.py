@@ -9,8 +9,8 @@ import torch
 
 from everfed import engines
 from everfed.errors import UserError
+from everfed.federation.client import ClientRuntime
 from everfed.federation.policy import Policy
-from everfed.federation.site import ClientRuntime
 from everfed.recipe import Recipe, from_table, scaled
 from everfed.session import Run, assemble
 from everfed.store.clients import ClientStore

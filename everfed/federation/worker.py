@@ -20,13 +20,13 @@ from pathlib import Path
 from everfed.data.sources import data_folder
 from everfed.federation import packet as wire
 from everfed.federation.audit import AUDIT, Audited, AuditLog
+from everfed.federation.client import Identity, RealClient
 from everfed.federation.credentials import read_credentials
 from everfed.federation.local import listen, socket_path
 from everfed.federation.logs import log_to_stderr
 from everfed.federation.packet import PacketError
 from everfed.federation.policy import Answers, Guard, Policy
 from everfed.federation.runs import KEPT
-from everfed.federation.site import Identity, Site
 from everfed.federation.watch import FolderWatch, StateLost
 from everfed.privacy.spending import DELTA
 from everfed.store.files import Locked, locked, make_private
@@ -36,7 +36,7 @@ LOST = 3  # exit code
 LOOK = 1.0  # seconds between two looks at the folder
 
 
-def serve(site: Answers, path: Path, watch: FolderWatch) -> None:
+def serve(client: Answers, path: Path, watch: FolderWatch) -> None:
     """Answer one packet per connection at the unix socket `path`, one at a time, until the folder is gone. Raises
     StateLost."""
     listener = _listen(path)
@@ -52,7 +52,7 @@ def serve(site: Answers, path: Path, watch: FolderWatch) -> None:
             continue
         # the sender may be gone; finished steps are in the journal, and the request will be repeated
         with connection, contextlib.suppress(PacketError, EOFError, OSError):
-            wire.send(connection, site.answer(wire.receive(connection)))
+            wire.send(connection, client.answer(wire.receive(connection)))
 
 
 def _listen(path: Path) -> socket.socket:
@@ -97,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             identity, keep = Identity(chosen.name, chosen.client), max(0, chosen.keep_runs)
             budget = policy.strictest_budget(chosen.budget)
             credentials = read_credentials(chosen.name, chosen.key, chosen.roster) if chosen.key else None
-            site = Site(chosen.folder, identity, build, keep, budget, chosen.delta, credentials)
-            guard = Guard(site, policy, chosen.data, data_folder(chosen.data_dir))
+            client = RealClient(chosen.folder, identity, build, keep, budget, chosen.delta, credentials)
+            guard = Guard(client, policy, chosen.data, data_folder(chosen.data_dir))
             guarded = Audited(guard, AuditLog(chosen.folder / AUDIT), chosen.server)
             serve(guarded, socket_path(chosen.folder), FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))
     except Locked:

@@ -23,7 +23,7 @@ from everfed.privacy import masking
 from everfed.privacy.members import Members, set_text, to_bytes, to_tensor
 
 MASKS, LETTERS, VOTES = b"masks", b"letters", b"votes"  # what agreed secrets are for
-_LOG = logging.getLogger("everfed.site")
+_LOG = logging.getLogger("everfed.client")
 
 
 class ProtocolError(ValueError):

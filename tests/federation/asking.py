@@ -6,10 +6,10 @@ from typing import Any
 
 from everfed.core.context import PlaceKey
 from everfed.core.message import Message, Model
+from everfed.federation.client import RealClient
 from everfed.federation.codec import MessageEncoder, to_reply
 from everfed.federation.packet import Packet, digest
 from everfed.federation.request import RECIPE, Answer, Request, Step
-from everfed.federation.site import Site
 
 TEXT = "# no recipe\n"
 
@@ -35,7 +35,7 @@ def request(
     return Packet(header, pieces if encoded.body is None else {**pieces, encoded.name: encoded.body})
 
 
-def ask(site: Site, model: Model | None = None, **changes: Any) -> Answer:
+def ask(site: RealClient, model: Model | None = None, **changes: Any) -> Answer:
     """The client's answer to a request with this model."""
     return Answer.of(site.answer(request(None if model is None else {"model": dict(model)}, **changes)))
 

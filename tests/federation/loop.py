@@ -12,10 +12,10 @@ from everfed.core.context import PlaceKey, Setup
 from everfed.core.server import Runner, RunState
 from everfed.engines.eager import Eager
 from everfed.federation import packet as wire
+from everfed.federation.client import ClientRuntime, Identity, RealClient
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet
 from everfed.federation.phase_options import PhaseOptions
-from everfed.federation.site import ClientRuntime, Identity, Site
 from everfed.federation.transport import Failure
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Outcome
@@ -39,8 +39,8 @@ def runtime(bench: Bench) -> ClientRuntime:
     return ClientRuntime(setup, Eager(setup, store, bench.build_module), store)
 
 
-def site(bench: Bench, folder: Path, client: int) -> Site:
-    return Site(folder / str(client), Identity(f"site-{client}", client), lambda recipe, scale: runtime(bench))
+def site(bench: Bench, folder: Path, client: int) -> RealClient:
+    return RealClient(folder / str(client), Identity(f"site-{client}", client), lambda recipe, scale: runtime(bench))
 
 
 class Loop:
@@ -50,7 +50,7 @@ class Loop:
     name = "loop"
     limit = 0
 
-    def __init__(self, sites: dict[int, Site]) -> None:
+    def __init__(self, sites: dict[int, RealClient]) -> None:
         self.sites = sites
         self.sent: list[tuple[int, Packet]] = []
         self.received: list[tuple[int, Packet]] = []

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from everfed.cli import app
 from everfed.core.context import PlaceKey
 from everfed.core.engine import Engine
+from everfed.federation.client import Identity, RealClient
 from everfed.federation.client_model import client_model
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.runtime import RuntimeBuilder
-from everfed.federation.site import Identity, Site
 from everfed.recipe import from_table, to_toml
 from everfed.session import Run, assemble, execute
 from everfed.store.run import RunFolder
@@ -37,7 +37,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dic
     folder = tmp_path_factory.mktemp("federation")
     recipe = from_table(TABLE)
     run = assemble(recipe)
-    sites = {c: Site(folder / str(c), Identity(f"site-{c}", c), RuntimeBuilder()) for c in range(2)}
+    sites = {c: RealClient(folder / str(c), Identity(f"site-{c}", c), RuntimeBuilder()) for c in range(2)}
 
     def build(run: Run, notify: Any, durable: Callable[[], PlaceKey]) -> Engine:
         identity = RunIdentity("a1", 1, to_toml(recipe), 1.0)

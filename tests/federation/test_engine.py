@@ -21,10 +21,10 @@ from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
 from everfed.core.server import RunState
 from everfed.federation import request as wire
+from everfed.federation.client import STEP_FAILED, ClientRuntime, Identity, RealClient
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import Answer, Request
-from everfed.federation.site import STEP_FAILED, ClientRuntime, Identity, Site
 from everfed.federation.transport import Failure
 from everfed.methods import registry as methods
 from everfed.methods.monitor import FeatureShift
@@ -225,11 +225,11 @@ class Broken(Exception):
     """Of a user's own, which nobody here has heard of."""
 
 
-def broken(tmp_path: Path, client: int) -> Site:
+def broken(tmp_path: Path, client: int) -> RealClient:
     def build(recipe: str, scale: float) -> ClientRuntime:
         raise Broken("no images today")
 
-    return Site(tmp_path / str(client), Identity(f"site-{client}", client), build)
+    return RealClient(tmp_path / str(client), Identity(f"site-{client}", client), build)
 
 
 def given_up(events: list[Any]) -> list[tuple[int, int]]:

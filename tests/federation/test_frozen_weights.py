@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from everfed import models
 from everfed.federation import request as ask
+from everfed.federation.client import Identity, RealClient
 from everfed.federation.packet import Packet, digest
 from everfed.federation.request import Answer, Request, Step
 from everfed.federation.runtime import RuntimeBuilder
 from everfed.federation.serving import _with_frozen
-from everfed.federation.site import Identity, Site
 from everfed.recipe import Recipe, from_table, to_toml
 from everfed.session import assemble
 
@@ -45,7 +45,7 @@ def weights(folder: Path, shift: float) -> str:
 
 
 def answered(text: bytes, folder: Path, data_dir: str) -> Answer:
-    site = Site(folder, Identity("site-0", 0), RuntimeBuilder(data_dir=data_dir))
+    site = RealClient(folder, Identity("site-0", 0), RuntimeBuilder(data_dir=data_dir))
     made = Request("a1", 1, 0, digest(text), 1.0, (0, 0, 0, 0), (Step("train", (0, 0, 0, 0), 0, "", ()),))
     return Answer.of(site.answer(Packet(made.header(), {ask.RECIPE: text})))
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from everfed.federation import request as ask
+from everfed.federation.client import Identity, RealClient
 from everfed.federation.packet import Packet, digest
 from everfed.federation.policy import Guard, Policy
 from everfed.federation.request import REFUSED, REPLY, Answer, Request, Step
 from everfed.federation.runtime import RuntimeBuilder
-from everfed.federation.site import Identity, Site
 from everfed.recipe import to_toml
 from tests.federation.field import small_recipe
 
@@ -34,7 +34,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 def answered(tmp_path: Path, data: Path, *sets: str, own: str | None = None, text: str = "") -> Answer:
     """To the first request of a run whose recipe has these settings."""
     text = (text or to_toml(small_recipe(tmp_path, 2, *sets))).encode()
-    site = Site(tmp_path / "state", Identity("site-0", 0), RuntimeBuilder(data_dir=str(data), data=own))
+    site = RealClient(tmp_path / "state", Identity("site-0", 0), RuntimeBuilder(data_dir=str(data), data=own))
     step = Step("evaluate", (0, 0, 0, 0), -1, "", ())
     made = Request("a1", 1, 0, digest(text), 1.0, (0, 0, 0, 0), (step,))
     return Answer.of(Guard(site, Policy(), own, data).answer(Packet(made.header(), {ask.RECIPE: text})))

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from everfed.cli import app
 from everfed.federation import request as ask
+from everfed.federation.client import ClientRuntime, Identity, RealClient
 from everfed.federation.packet import PROTOCOL, Packet, digest
 from everfed.federation.policy import Guard, Policy, PolicyError
 from everfed.federation.request import Answer, Request, Step
 from everfed.federation.runtime import RuntimeBuilder
-from everfed.federation.site import ClientRuntime, Identity, Site
 from everfed.recipe import to_toml
 from tests.federation.field import RECIPE, small_recipe
 from tests.federation.loop import federated, loop_of, runtime
@@ -32,7 +32,7 @@ def answered(folder: Path, policy: Policy, *sets: str, method: str = "fedavg") -
     not refused fails in training, after the policy has let it pass."""
     text = to_toml(small_recipe(folder, 2, *sets, method=method)).encode()
     budget = policy.strictest_budget(0.0)
-    site = Site(folder / "state", Identity("site-0", 0), RuntimeBuilder(policy=policy), budget=budget)
+    site = RealClient(folder / "state", Identity("site-0", 0), RuntimeBuilder(policy=policy), budget=budget)
     return Answer.of(Guard(site, policy).answer(request(text)))
 
 
@@ -107,7 +107,7 @@ def test_code_that_the_client_did_not_allow_is_not_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "intruder", raising=False)
     recipe = RECIPE.format(clients=2, rounds=1).replace(plain, changed).encode()
-    site = Site(tmp_path / "state", Identity("site-0", 0), RuntimeBuilder())
+    site = RealClient(tmp_path / "state", Identity("site-0", 0), RuntimeBuilder())
     answer = Answer.of(Guard(site, Policy()).answer(request(recipe)))
     assert "the module 'intruder' is not allowed here" in answer.reason
     assert not (tmp_path / "imported").exists()
@@ -122,7 +122,7 @@ def test_bytes_and_seconds_are_counted_by_round(tmp_path: Path) -> None:
     federated(bench, loop)
     packet = loop.sent[0][1]
     used = sum(map(len, packet.pieces.values()))
-    site = Site(tmp_path / "a", Identity("site-0", 0), lambda recipe, scale: runtime(bench))
+    site = RealClient(tmp_path / "a", Identity("site-0", 0), lambda recipe, scale: runtime(bench))
     assert "policy max_bytes" in Answer.of(Guard(site, Policy(max_bytes=used)).answer(packet)).reason
     assert "policy max_bytes" in Answer.of(Guard(site, Policy(max_bytes=used - 1)).answer(packet)).reason
     enough = Guard(site, Policy(max_bytes=3 * used))
@@ -141,7 +141,7 @@ def test_a_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         time.sleep(30)
         raise AssertionError("not ended")
 
-    site = Site(tmp_path, Identity("site-0", 0), build)
+    site = RealClient(tmp_path, Identity("site-0", 0), build)
     guard = Guard(site, Policy(max_seconds=0.05))
     for _ in range(2):  # the second time there is no second left at all
         assert "policy max_seconds = 0.05" in Answer.of(guard.answer(request(b"name = 'x'\n"))).reason
@@ -163,12 +163,12 @@ def test_a_step_that_is_in_a_destructor_when_its_time_is_over_is_ended_too(
         time.sleep(30)
         raise AssertionError("not ended")
 
-    guard = Guard(Site(tmp_path, Identity("site-0", 0), build), Policy(max_seconds=0.5))
+    guard = Guard(RealClient(tmp_path, Identity("site-0", 0), build), Policy(max_seconds=0.5))
     assert "policy max_seconds = 0.5" in Answer.of(guard.answer(request(b"name = 'x'\n"))).reason
 
 
 def test_anything_else_is_answered_as_before(tmp_path: Path) -> None:
-    site = Site(tmp_path, Identity("site-0", 0), RuntimeBuilder())
+    site = RealClient(tmp_path, Identity("site-0", 0), RuntimeBuilder())
     guard, before = Guard(site, Policy(max_bytes=10, max_seconds=10)), signal.getsignal(signal.SIGALRM)
     assert guard.answer(Packet({"protocol": PROTOCOL, "kind": ask.HELLO})).header["name"] == "site-0"
     assert Answer.of(guard.answer(Packet({"protocol": PROTOCOL, "kind": "x"}))).kind == ask.REFUSED

@@ -23,11 +23,11 @@ from benchmarks.campaign_faults import federation
 from everfed.cli import app
 from everfed.core.server import Runner
 from everfed.federation.certificates import ROSTER, SECRETS, make_client
+from everfed.federation.client import Identity, RealClient
 from everfed.federation.credentials import KeyPair, RosterError, fingerprint, read_credentials, read_roster
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet
 from everfed.federation.phase_options import PhaseOptions
-from everfed.federation.site import Identity, Site
 from everfed.privacy import masking, shamir
 from everfed.privacy.bindings import LETTERS
 from everfed.privacy.members import Members, by_client, needed
@@ -68,9 +68,11 @@ def key_pair(pki: Path, client: int, roster: bool = True) -> KeyPair:
 
 
 def loop(folder: Path, pairs: dict[int, KeyPair]) -> Loop:
-    def made(client: int) -> Site:
+    def made(client: int) -> RealClient:
         identity = Identity(f"site-{client}", client)
-        return Site(folder / str(client), identity, lambda recipe, scale: runtime(BENCH), credentials=pairs.get(client))
+        return RealClient(
+            folder / str(client), identity, lambda recipe, scale: runtime(BENCH), credentials=pairs.get(client)
+        )
 
     return Loop({client: made(client) for client in range(CLIENTS)})
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from everfed.federation import request as wire
+from everfed.federation.client import ClientRuntime, Identity, RealClient
 from everfed.federation.joining import Joining, children
 from everfed.federation.packet import Packet
 from everfed.federation.request import Answer
 from everfed.federation.runs import Runs
-from everfed.federation.site import ClientRuntime, Identity, Site
 from everfed.federation.superlink import Settings
 from tests.federation.loop import federated, loop_of, runtime
 from tests.support.toy import Bench, Toy
@@ -29,11 +29,11 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Packet:
     return loop.sent[0][1]
 
 
-def site(folder: Path, keep: int) -> Site:
-    return Site(folder, Identity("site-0", 0), lambda recipe, scale: runtime(BENCH), keep)
+def site(folder: Path, keep: int) -> RealClient:
+    return RealClient(folder, Identity("site-0", 0), lambda recipe, scale: runtime(BENCH), keep)
 
 
-def answer_to(made: Site, request: Packet, run: str) -> Answer:
+def answer_to(made: RealClient, request: Packet, run: str) -> Answer:
     return Answer.of(made.answer(Packet({**request.header, "run": run}, request.pieces)))
 
 
@@ -160,7 +160,7 @@ def test_another_scale_is_another_runtime_and_the_same_one_is_reused(tmp_path: P
         built.append(scale)
         return made
 
-    made = Site(tmp_path, Identity("site-0", 0), build)
+    made = RealClient(tmp_path, Identity("site-0", 0), build)
     for run, scale in enumerate((0.25, 0.25, 1.0, 0.25)):
         request = Packet({**first.header, "scale": scale}, first.pieces)
         assert answer_to(made, request, f"a{run}").kind == wire.REPLY

@@ -23,11 +23,11 @@ from everfed.core.events import Diverged
 from everfed.core.message import Cached
 from everfed.core.server import Runner
 from everfed.errors import ClientError
+from everfed.federation.client import ClientRuntime, Identity, RealClient
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet, digest
 from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import RECIPE, Answer, Request, fingerprint
-from everfed.federation.site import ClientRuntime, Identity, Site
 from everfed.methods import registry as methods
 from everfed.privacy.secure import MASK, secured
 from everfed.privacy.secure_engine import Secured, TooFewClients
@@ -166,7 +166,7 @@ def another_body(packet: Packet) -> Packet:
 class Steering(Loop):
     """All but the victim are asked something else, and their answers are passed off as answers to what was asked."""
 
-    def __init__(self, sites: dict[int, Site], tamper: Tamper) -> None:
+    def __init__(self, sites: dict[int, RealClient], tamper: Tamper) -> None:
         super().__init__(sites)
         self.tamper, self.before = tamper, self._steer
 
@@ -187,7 +187,7 @@ def steered(folder: Path, tamper: Tamper) -> tuple[Bench, Any, Tensor]:
     """(the bench, what was opened, the model that was sent)."""
     bench = bench_of(CLIENTS)
     sites = {
-        client: Site(folder / str(client), Identity(f"site-{client}", client), lambda t, s: built(bench, t, s))
+        client: RealClient(folder / str(client), Identity(f"site-{client}", client), lambda t, s: built(bench, t, s))
         for client in range(CLIENTS)
     }
     setup, options = bench.setup(), PhaseOptions(deadline=5.0, retry=0.0, tries=1)
@@ -233,7 +233,7 @@ def again(folder: Path, repeat: int, run: str, away: set[int]) -> Any:
     """The sum of the first model at a repeat of the phase, of the clients that are not away."""
     bench = bench_of(CLIENTS)
     sites = {
-        client: Site(folder / str(client), Identity(f"site-{client}", client), lambda t, s: built(bench, t, s))
+        client: RealClient(folder / str(client), Identity(f"site-{client}", client), lambda t, s: built(bench, t, s))
         for client in range(CLIENTS)
     }
     setup, loop = bench.setup(), Loop(sites)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from everfed.core.message import Model
+from everfed.federation.client import Identity, RealClient
 from everfed.federation.request import FAILED, REFUSED, REPLY, Answer
-from everfed.federation.site import Identity, Site
 from everfed.method import Client, Method, Part, Phase, Sum
 from everfed.methods import registry as methods
 from everfed.privacy.accountant import composed, multiplier
@@ -48,8 +48,8 @@ def bench_of(*parts: Part) -> Bench:
     return Bench(method, stream=STREAM, module=Linear)
 
 
-def site(bench: Bench, folder: Path, budget: float = 0.0) -> Site:
-    return Site(folder, Identity("site-0", 0), lambda recipe, scale: runtime(bench), budget=budget)
+def site(bench: Bench, folder: Path, budget: float = 0.0) -> RealClient:
+    return RealClient(folder, Identity("site-0", 0), lambda recipe, scale: runtime(bench), budget=budget)
 
 
 def overflowing(bench: Bench, threshold: float) -> Model:

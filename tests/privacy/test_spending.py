@@ -20,8 +20,8 @@ from everfed.core.phase import When
 from everfed.core.server import RunState
 from everfed.engines.ranks import Ranks
 from everfed.errors import CompositionError, UserError
+from everfed.federation.client import Identity, RealClient
 from everfed.federation.phase_options import PhaseOptions
-from everfed.federation.site import Identity, Site
 from everfed.privacy.accountant import composed, epsilon, multiplier
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy, private
 from everfed.privacy.secure import secured
@@ -46,9 +46,9 @@ def protected(bench: Bench = PLAIN, **options: Any) -> Bench:
 def loop(bench: Bench, folder: Path, budget: float = 0.0) -> Loop:
     """Clients with a budget; the recipe is whatever `bench` is."""
 
-    def site(client: int) -> Site:
+    def site(client: int) -> RealClient:
         identity = Identity(f"site-{client}", client)
-        return Site(folder / str(client), identity, lambda recipe, scale: runtime(bench), budget=budget)
+        return RealClient(folder / str(client), identity, lambda recipe, scale: runtime(bench), budget=budget)
 
     return Loop({client: site(client) for client in range(bench.stream.clients)})
 

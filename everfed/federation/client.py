@@ -61,7 +61,7 @@ LEDGER = "ledger.jsonl"  # what this client has revealed, in all runs: never rol
 STEP_FAILED = "the step failed; the reason is in the client's log"
 DISK_FULL = "the client's disk is full"
 OTHER_WEIGHTS = "model.frozen_sha256: the frozen weights here are not the run's; see the client's log"
-_LOG = logging.getLogger("everfed.site")
+_LOG = logging.getLogger("everfed.client")
 BuildRuntime = Callable[[str, float], ClientRuntime]  # recipe in TOML, scale
 
 
@@ -95,10 +95,10 @@ class ClientRun:
             write_atomic(self.recipe_file, data)
 
 
-class Site:
-    """folder: of this client's state, with one folder per run; keep_runs: how many runs are kept beside the current
-    one; budget: the epsilon that its replies may cost in all runs together, 0 for no limit, at `delta`; credentials:
-    its long-lived key, if it has one. One process at a time."""
+class RealClient:
+    """Answers a server's packets for one real client. folder: of its state, with one folder per run; keep_runs: how many
+    runs are kept beside the current one; budget: the epsilon that its replies may cost in all runs together, 0 for no
+    limit, at `delta`; credentials: its long-lived key, if it has one. One process at a time."""
 
     def __init__(
         self,
