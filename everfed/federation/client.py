@@ -96,9 +96,9 @@ class ClientRun:
 
 
 class RealClient:
-    """Answers a server's packets for one real client. folder: of its state, with one folder per run; keep_runs: how many
-    runs are kept beside the current one; budget: the epsilon that its replies may cost in all runs together, 0 for no
-    limit, at `delta`; credentials: its long-lived key, if it has one. One process at a time."""
+    """Answers a server's packets for one real client. folder: of its state, with one folder per run; keep_runs: how
+    many runs are kept beside the current one; budget: the epsilon that its replies may cost in all runs together, 0 for
+    no limit, at `delta`; credentials: its long-lived key, if it has one. One process at a time."""
 
     def __init__(
         self,
