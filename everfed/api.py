@@ -79,7 +79,7 @@ class LoadedRun:
 
 def default_folder(recipe: Recipe) -> Path:
     """runs/<recipe>-<method>-<seed>."""
-    method = recipe.method.name or "parts"
+    method = (recipe.method.name or "parts").replace(":", ".")
     return Path("runs") / f"{recipe.name.replace('/', '-')}-{method}-{recipe.seed}"
 
 

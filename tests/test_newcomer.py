@@ -85,10 +85,12 @@ def test_a_starter_folder_runs_as_it_is(work: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(str(work / "mine"))
     assert "my_model:Net: 4,810 parameters, outputs (10,)" in says("run", "recipe.toml", *SMALL, "--dry-run")
     text = says("run", "recipe.toml", *SMALL)
-    assert "fedavg+memory+er+clip seed 0: Acc " in text and "run folder: runs/recipe-parts-0" in text
+    assert "mine seed 0: Acc " in text and "run folder: runs/recipe-mine-0" in text
     assert "method.clip.norm must be positive; got 0" in says(
         "run", "recipe.toml", "--set", "method.clip.norm=0", code=2
     )
+    compared = says("compare", "recipe.toml", *SMALL, "--methods", "er,mine", "--seeds", "0", "--scale", "0.2")
+    assert "| er " in compared and "| mine " in compared
     assert "recipe.toml is there already; nothing was written" in says("init", ".", code=2)
     for name in ("my_model", "my_part"):
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -45,7 +45,7 @@ def test_a_comparison_ranks_low_perplexities_first_and_prints_them_as_they_are()
     columns, lines = compared({"a": of_text(40.0), "none": None, "b": of_text(20.0), "c": of_text(30.0)})
     assert columns == ["Method", "Runs", "Perplexity", "Forgetting factor", "Bytes up", "Time"]
     assert [line[0] for line in lines] == ["b", "c", "a", "none"]
-    assert lines[0][2:4] == ["20.00", "2.25"] and lines[3][2] == "-"
+    assert lines[0][2:4] == ["20.00", "2.25"] and lines[3][2] == "failed"
 
 
 @pytest.mark.parametrize(("name", "heading", "learning"), [("accuracy", "Acc", "acc"), ("map", "mAP", "mAP")])

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def compare(
     recipe: options.Recipe,
     methods: Annotated[
-        str | None, typer.Option(metavar="M,M,...", help="Methods (default: those the recipe compares).")
+        str | None,
+        typer.Option(metavar="M,M,...", help="Methods, or package.module:Name (default: those the recipe compares)."),
     ] = None,
     seeds: options.Seeds = None,
     sets: options.Sets = [],  # noqa: B006 (typer copies it)
@@ -38,7 +39,10 @@ def compare(
     Every cell is an ordinary run folder DIR/METHOD-SEED. When the command is
     repeated, finished cells are kept and interrupted ones resumed; several
     processes may work through one DIR, each taking cells that no other has.
-    The table is also written as compare.json, compare.md and compare.csv. An
+    Other methods or seeds in the same DIR are added to the table. The first
+    method is what the others are compared with, seed by seed. A method of your
+    own is package.module:Name, a part or a list of parts, or a table
+    [methods.NAME] of the recipe. The table is also written as compare.json, compare.md and compare.csv. An
     option of a part (--set method.PART.OPTION=...) applies to the methods that
     have that part.
 
@@ -47,6 +51,7 @@ def compare(
       everfed compare demo --methods fedavg,er,fedgp+er --seeds 0,1,2
       everfed compare fedgp/table1-rotated-mnist --data ~/data
       everfed compare my.toml --methods fedavg,fedprox --set method.fedprox.mu=0.1
+      everfed compare my.toml --methods fedavg,my_part:Clip
     """
     from everfed.experiments.jobs import JobSettings
 
@@ -83,5 +88,7 @@ def print_comparison(comparison: Comparison, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"event": "comparison", "folder": str(folder), "rows": tables.as_dict(rows)}))
         return
-    show_table(*tables.table(rows, comparison.heading))
+    show_table(*tables.table(rows, comparison.heading, comparison.baseline))
+    if comparison.note:
+        typer.echo(comparison.note)
     typer.echo(f"written to {folder}: compare.json, compare.md, compare.csv")

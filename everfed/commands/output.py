@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from everfed.reports.formats import markdown_table
-from everfed.reports.result import headline, scale_note
+from everfed.reports.result import headline, scope_of
 
 
 def stdout() -> Console:
@@ -28,7 +28,7 @@ def print_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"event": "result", "folder": str(folder), "metrics": metrics}))
         return
-    for line in (headline(result), scale_note(result)):
+    for line in (headline(result), scope_of(result)):
         if line:
             typer.echo(line)
     typer.echo(f"run folder: {folder}")

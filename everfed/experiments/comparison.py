@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from everfed.experiments.jobs import Outcome
 from everfed.metrics.scores import METRICS, PERCENT, Score, plain_text, score_of
+from everfed.metrics.statistics import PairedDifference, mean_and_deviation, paired_difference
 from everfed.reports.formats import clock, markdown_table, size
 from everfed.reports.result import Result, as_frame, html_table, plot
 from everfed.store.files import write_atomic
@@ -22,11 +24,13 @@ COSTS = (("Bytes up", "bytes_up"), ("Time", "seconds"))
 
 @dataclass(frozen=True)
 class TableRow:
-    """One method or one cell of a grid. spreads: {metric: {mean, deviation, count}}; empty when no seed finished."""
+    """One method or one cell of a grid. spreads: {metric: {mean, deviation, count}}; empty when no seed finished.
+    difference: of its score to that of the row it is compared with, over the seeds that both have."""
 
     name: str
     outcomes: tuple[Outcome, ...]
     spreads: dict[str, dict[str, float]]
+    difference: PairedDifference | None = None
 
     def mean(self, metric: str) -> float:
         return self.spreads[metric]["mean"]
@@ -42,19 +46,51 @@ class TableRow:
         score = self.score
         return score.better * self.mean(score.main) if score.main in self.spreads else -float("inf")
 
+    @property
+    def runs(self) -> str:
+        """How many of its runs finished, and what became of the others."""
+        failed = [outcome for outcome in self.outcomes if outcome.result is None]
+        lost = sum(outcome.diverged for outcome in failed)
+        kinds = {"diverged": lost, "failed": len(failed) - lost}
+        named = [word if lone == len(self.outcomes) else f"{lone} {word}" for word, lone in kinds.items() if lone]
+        return ", ".join([f"{len(self.outcomes) - len(failed)}/{len(self.outcomes)}", *named])
 
-def rows(outcomes: Sequence[Outcome]) -> list[TableRow]:
-    """Outcomes by row, the best first; rows without a finished run come last."""
+
+def rows(outcomes: Sequence[Outcome], baseline: str = "") -> list[TableRow]:
+    """Outcomes by row, the best first; rows without a finished run come last. baseline: the row that all others are
+    compared with, seed by seed."""
     grouped: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         grouped.setdefault(outcome.job.row, []).append(outcome)
-    found = [TableRow(name, tuple(group), _spreads(group)) for name, group in grouped.items()]
+    found = [
+        TableRow(name, tuple(group), _spreads(group), _difference(group, grouped[baseline]))
+        if baseline in grouped and name != baseline
+        else TableRow(name, tuple(group), _spreads(group))
+        for name, group in grouped.items()
+    ]
     return sorted(found, key=lambda row: row.rank, reverse=True)
 
 
-def _spreads(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
-    from everfed.metrics import mean_and_deviation
+def _difference(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> PairedDifference | None:
+    """Of the main score, over the seeds that both have finished; None where these are fewer than two."""
+    mine, other = _main_by_seed(ours), _main_by_seed(theirs)
+    common = sorted(mine.keys() & other.keys())
+    if len(common) < 2:
+        return None
+    return paired_difference([mine[seed] for seed in common], [other[seed] for seed in common])
 
+
+def _main_by_seed(outcomes: Sequence[Outcome]) -> dict[int, float]:
+    found = {}
+    for outcome in outcomes:
+        result = outcome.result or {}
+        value = _numbers(result).get(score_of(result["score"]).main) if result else None
+        if value is not None and math.isfinite(value):
+            found[outcome.job.recipe.seed] = value
+    return found
+
+
+def _spreads(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
     values: dict[str, list[float]] = {}
     for outcome in outcomes:
         for metric, value in _numbers(outcome.result or {}).items():
@@ -74,17 +110,33 @@ def _numbers(result: dict[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in numbers.items() if isinstance(value, (int, float))}
 
 
-def table(found: Sequence[TableRow], heading: str) -> tuple[list[str], list[list[str]]]:
-    """(columns, lines), fractions in per cent; columns without a value are left out."""
+def table(found: Sequence[TableRow], heading: str, baseline: str = "") -> tuple[list[str], list[list[str]]]:
+    """(columns, lines), fractions in per cent; columns without a value are left out, but for the score."""
     score = next((row.score for row in found if row.spreads), score_of("accuracy"))
-    metrics = [key for key in SHOWN if any(key in row.spreads for row in found)]
+    metrics = [key for key in SHOWN if key == score.main or any(key in row.spreads for row in found)]
+    paired = any(row.difference for row in found)
     lines = []
     for row in found:
         scores = [_text(row.spreads.get(key), METRICS[key].kind_of(score)) for key in metrics]
+        if not row.spreads:
+            scores[metrics.index(score.main)] = "diverged" if all(o.diverged for o in row.outcomes) else "failed"
+        if paired:
+            scores.insert(metrics.index(score.main) + 1, _difference_text(row.difference, score))
         costs = [size(round(row.mean("bytes_up"))), clock(row.mean("seconds"))] if row.spreads else ["-", "-"]
-        finished = sum(outcome.result is not None for outcome in row.outcomes)
-        lines.append([row.name, f"{finished}/{len(row.outcomes)}", *scores, *costs])
-    return [heading, "Runs", *(METRICS[key].named(score) for key in metrics), *(head for head, _ in COSTS)], lines
+        lines.append([row.name, row.runs, *scores, *costs])
+    headings = [METRICS[key].named(score) for key in metrics]
+    if paired:
+        headings.insert(metrics.index(score.main) + 1, f"vs {baseline} (95 %)")
+    return [heading, "Runs", *headings, *(head for head, _ in COSTS)], lines
+
+
+def _difference_text(difference: PairedDifference | None, score: Score) -> str:
+    """The mean difference and its interval, with signs."""
+    if difference is None or difference.low is None or difference.high is None:
+        return "-"
+    scale, digits = (100, ".2f") if score.kind == PERCENT else (1, ".3g")
+    mean, low, high = (f"{scale * value:+{digits}}" for value in (difference.mean, difference.low, difference.high))
+    return f"{mean} ({low} to {high})"
 
 
 def _text(spread: dict[str, float] | None, kind: str) -> str:
@@ -101,12 +153,14 @@ def as_dict(found: Sequence[TableRow]) -> list[dict[str, Any]]:
         {
             "name": row.name,
             "metrics": row.spreads,
+            **({"difference": vars(row.difference)} if row.difference else {}),
             "runs": [
                 {
                     "seed": outcome.job.recipe.seed,
                     "folder": str(outcome.job.folder),
                     "metrics": outcome.result["metrics"] if outcome.result else None,
                     "problem": outcome.problem or None,
+                    "diverged": outcome.diverged,
                 }
                 for outcome in row.outcomes
             ],
@@ -115,39 +169,53 @@ def as_dict(found: Sequence[TableRow]) -> list[dict[str, Any]]:
     ]
 
 
-def write(folder: Path, stem: str, found: Sequence[TableRow], heading: str, facts: dict[str, Any]) -> None:
-    """stem.json, stem.md and stem.csv in `folder`."""
-    content = {**facts, "deviation": "population", "rows": as_dict(found)}
+def write(comparison: Comparison, stem: str, facts: Mapping[str, Any]) -> None:
+    """stem.json, stem.md and stem.csv in the folder of the comparison. facts: what all rows are of."""
+    folder, found = comparison.folder, comparison.rows
+    content = {**facts, "baseline": comparison.baseline, "deviation": "population", "rows": as_dict(found)}
     _write(folder / f"{stem}.json", json.dumps(content, indent=2) + "\n")
-    note = "Mean ± population deviation over seeds; accuracies and forgetting in per cent; bytes and seconds per run."
-    _write(folder / f"{stem}.md", f"{markdown_table(*table(found, heading))}\n\n{note}\n")
-    _write(folder / f"{stem}.csv", _csv(found))
+    notes = [
+        "Mean ± population deviation over seeds; accuracies and forgetting in per cent; bytes and seconds per run."
+    ]
+    if any(row.difference for row in found):
+        notes.append(
+            f"The column `vs {comparison.baseline}` is the mean difference over common seeds with its 95 % t-interval."
+        )
+    notes += [f"{comparison.note[0].upper()}{comparison.note[1:]}."] if comparison.note else []
+    text = "\n\n".join([markdown_table(*table(found, comparison.heading, comparison.baseline)), *notes])
+    _write(folder / f"{stem}.md", f"{text}\n")
+    _write(folder / f"{stem}.csv", _csv(found, {key: facts[key] for key in ("split", "scale")}))
 
 
 def _write(path: Path, text: str) -> None:
     write_atomic(path, text.encode(), shared=True)
 
 
-def _csv(found: Sequence[TableRow]) -> str:
+def _csv(found: Sequence[TableRow], facts: Mapping[str, Any]) -> str:
     keys = sorted({key for row in found for key in row.spreads})
+    parts = ("mean", "low", "high") if any(row.difference for row in found) else ()
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(["name", "runs", *(f"{key}_{part}" for key in keys for part in ("mean", "deviation"))])
+    spread = [f"{key}_{part}" for key in keys for part in ("mean", "deviation")]
+    writer.writerow(["name", "runs", *facts, *(f"difference_{part}" for part in parts), *spread])
     for row in found:
         numbers = [row.spreads.get(key, {}).get(part, "") for key in keys for part in ("mean", "deviation")]
-        writer.writerow([row.name, sum(o.result is not None for o in row.outcomes), *numbers])
+        differences = [getattr(row.difference, part, "") for part in parts]
+        finished = sum(o.result is not None for o in row.outcomes)
+        writer.writerow([row.name, finished, *facts.values(), *differences, *numbers])
     return lines.getvalue()
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """Finished runs by row, the best first. folder: of all run folders and the written tables. heading: what a row is.
-    note: about the scores."""
+    note: what the scores are of. baseline: the row that the others are compared with; "" for none."""
 
     folder: Path
     rows: Sequence[TableRow]
     heading: str
     note: str = ""
+    baseline: str = ""
 
     @property
     def results(self) -> dict[str, list[Result]]:
@@ -191,10 +259,10 @@ class Comparison:
         return write(folders, out or self.folder / "report.html", figures=figures)
 
     def __repr__(self) -> str:
-        return f"{markdown_table(*table(self.rows, self.heading))}\n{self._note()}"
+        return f"{markdown_table(*table(self.rows, self.heading, self.baseline))}\n{self._note()}"
 
     def _repr_html_(self) -> str:
-        return html_table(*table(self.rows, self.heading), self._note())
+        return html_table(*table(self.rows, self.heading, self.baseline), self._note())
 
     def _note(self) -> str:
         return "; ".join(part for part in (self.note, f"in {self.folder}") if part)

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,16 +15,31 @@ from everfed.api import CHECKPOINT_EVERY
 from everfed.errors import RecipeError, UserError
 from everfed.experiments import comparison
 from everfed.experiments.comparison import Comparison
+from everfed.experiments.earlier import earlier_outcomes, of_table
 from everfed.experiments.jobs import GridJob, JobSettings, Output, Shown, check, new_job, run_all
 from everfed.methods.registry import canonical
 from everfed.naming import split_names
-from everfed.recipe import MethodSection, Recipe, Sets, Source, as_entries, parse_set, read
+from everfed.recipe import (
+    MethodSection,
+    Parts,
+    Recipe,
+    Sets,
+    Source,
+    as_entries,
+    composition,
+    parse_set,
+    placed,
+    read,
+    read_placed,
+)
+from everfed.reports.result import scope_note
 
 if TYPE_CHECKING:
     from everfed.core.events import Observer
     from everfed.core.stream import Stream
 
 Streams = Callable[[int], "Stream"]  # the stream of a seed
+Methods = str | Sequence[str | Parts | Mapping[str, Parts]] | Mapping[str, Parts]
 VALIDATION = 0.1  # share of the training data that a sweep holds out when the recipe holds out none
 SPLIT = "eval.split"
 
@@ -32,28 +47,41 @@ SPLIT = "eval.split"
 @dataclass(frozen=True)
 class Grid:
     """The runs of a comparison or a sweep. folder: where the tables are written, as `stem`.json, .md and .csv.
-    heading: what a row is. note: about the scores."""
+    heading: what a row is. baseline: the row that the others are compared with, seed by seed; "" for none. own: the
+    keys of the recipe in which rows may differ."""
 
     jobs: list[GridJob]
     folder: Path
     seeds: list[int]
     recipe: str
+    baseline: str
+    own: frozenset[str]
 
     stem: ClassVar[str]
     heading: ClassVar[str]
-    note: ClassVar[str] = ""
 
     def facts(self, result: Comparison) -> dict[str, Any]:
         """Further entries of the JSON file."""
         return {}
 
+    def own_of(self, row: str) -> frozenset[str]:
+        """The keys that a row which is in the folder already may have to itself."""
+        return self.own
+
     def run(self, settings: JobSettings, output: Output) -> Comparison:
-        """Check all runs, run those that are not finished, and write the table."""
+        """Check all runs, run those that are not finished, and write the table, with the rows that are there already.
+        Raises UserError where these are of something else."""
+        table = of_table(self.folder, self.stem)
+        earlier = earlier_outcomes(table, self.jobs, settings.scale, self.own_of)
         check(self.jobs, settings)
-        rows = comparison.rows(run_all(self.jobs, settings, output=output))
-        result = Comparison(self.folder, rows, self.heading, self.note)
-        facts = {"recipe": self.recipe, "scale": settings.scale, "seeds": self.seeds, **self.facts(result)}
-        comparison.write(self.folder, self.stem, rows, self.heading, facts)
+        outcomes = [*earlier, *run_all(self.jobs, settings, output=output)]
+        split = self.jobs[0].recipe.eval.split
+        baseline = table.baseline or self.baseline
+        note = scope_note(split, settings.scale)
+        result = Comparison(self.folder, comparison.rows(outcomes, baseline), self.heading, note, baseline)
+        seeds = sorted({outcome.job.recipe.seed for outcome in outcomes})
+        facts = {"recipe": self.recipe, "split": split, "scale": settings.scale, "seeds": seeds, **self.facts(result)}
+        comparison.write(result, self.stem, facts)
         return result
 
 
@@ -78,7 +106,7 @@ def checked_jobs(jobs: int, stream: Stream | Streams | None) -> int:
 
 def compare(
     recipe: Source,
-    methods: Sequence[str] | None = None,
+    methods: Methods | None = None,
     seeds: Sequence[int] | None = None,
     out: str | Path | None = None,
     *,
@@ -94,8 +122,10 @@ def compare(
 ) -> Comparison:
     """Run several methods over several seeds, as `everfed compare` does; returns the table, the best row first.
 
-    methods (a list, or a text with commas), seeds: those of the recipe's [compare] where they are left out. out: folder
-    of the run folders, by default runs/RECIPE-compare; finished runs in it are kept, interrupted ones resumed. stream:
+    methods (a list, or a text with commas), seeds: those of the recipe's [compare] where they are left out. A method is
+    a name, `package.module:Name` of your own, a part, a list of parts, or {"mine": ["fedavg", Clip(0.5)]} with a name
+    of its own. All others are compared with the first one, seed by seed. out: folder of the run folders, by default
+    runs/RECIPE-compare; finished runs in it are kept, also in the table, and interrupted ones are resumed. stream:
     one of your own for all runs, or a function from the seed to a stream. jobs: runs side by side in processes of their
     own, 0 for what is fastest; a script then needs `if __name__ == "__main__"`. The rest is as in `everfed.run`.
     """
@@ -112,7 +142,7 @@ class MethodGrid(Grid):
 
 def plan_comparison(
     recipe: Source,
-    methods: Sequence[str] | None,
+    methods: Methods | None,
     seeds: Sequence[int] | None,
     out: str | Path | None,
     *,
@@ -122,28 +152,58 @@ def plan_comparison(
 ) -> MethodGrid:
     """The runs of a comparison. Raises UserError."""
     base = read(recipe, sets=[entry for entry in sets if not _is_method_option(entry)])
-    names, numbers = _methods(methods, base), _seeds(seeds, base)
+    chosen, numbers = _methods(methods, base), _seeds(seeds, base)
     folder = Path(out) if out is not None else Path("runs") / f"{base.name.replace('/', '-')}-compare"
     own = base.compare.options if base.compare else {}
     make = streams_of(stream)
+    found: list[GridJob] = []
+    used: set[str] = set()
+    for method, parts in chosen.items():
+        part_names = _part_names(recipe, method, parts)
+        usable = [entry for entry in sets if _applies(entry, part_names)]
+        used.update(usable)
+        given = [*parts, *own.get(method, ()), *usable]
+        for seed in numbers:
+            place = folder / f"{file_name(method)}-{seed}"
+            found.append(
+                new_job(method, recipe, place, method=method, seed=seed, sets=given, stream=make(seed), scale=scale)
+            )
+    for entry in sets:
+        if entry not in used:
+            raise RecipeError(f"--set {entry}: none of the methods {', '.join(chosen)} has that part")
+    varied = frozenset(".".join(parse_set(entry).key) for entries in own.values() for entry in entries)
+    return MethodGrid(found, folder, numbers, base.name, next(iter(chosen)), varied | {"method"})
 
-    def job(method: str, seed: int, given: Sequence[str]) -> GridJob:
-        place = folder / f"{method}-{seed}"
-        return new_job(method, recipe, place, method=method, seed=seed, sets=given, stream=make(seed), scale=scale)
 
-    return MethodGrid(_jobs(job, names, numbers, own, sets), folder, numbers, base.name)
-
-
-def _methods(methods: Sequence[str] | None, recipe: Recipe) -> list[str]:
+def _methods(methods: Methods | None, recipe: Recipe) -> dict[str, list[str]]:
+    """{name: the `--set` entries that define it}, none for a method that is known by its name."""
+    if methods is None and recipe.compare is None:
+        raise RecipeError(f"{recipe.name} has no [compare] table; name the methods with --methods fedavg,der,...")
+    if methods is None and recipe.compare is not None:
+        methods = recipe.compare.methods
     if isinstance(methods, str):
         methods = split_names(methods)
-    if methods is not None and not methods:
+    if not methods:
         raise RecipeError("--methods names none; write them with commas between, such as fedavg,der")
-    if methods is not None:
-        return list(dict.fromkeys(map(canonical, methods)))
-    if recipe.compare is None:
-        raise RecipeError(f"{recipe.name} has no [compare] table; name the methods with --methods fedavg,der,...")
-    return recipe.compare.methods
+    entries = [methods] if isinstance(methods, Mapping) else methods
+    return {name: settings for entry in entries for name, settings in _named_method(entry)}
+
+
+def _named_method(entry: Any) -> Iterator[tuple[str, list[str]]]:
+    if isinstance(entry, str):
+        yield canonical(entry), []
+    elif isinstance(entry, Mapping):
+        yield from ((name, as_entries({"method.parts": composition(parts)})) for name, parts in entry.items())
+    else:
+        from everfed.methods import registry
+
+        parts = composition(entry)
+        yield registry.build(parts=parts).name, as_entries({"method.parts": parts})
+
+
+def file_name(method: str) -> str:
+    """A method's name in the name of a folder: `package.module:Name` has a colon, which not every disk takes."""
+    return method.replace(":", ".").replace("/", ".")
 
 
 def _seeds(seeds: Sequence[int] | None, recipe: Recipe) -> list[int]:
@@ -152,39 +212,27 @@ def _seeds(seeds: Sequence[int] | None, recipe: Recipe) -> list[int]:
     return recipe.compare.seeds if recipe.compare else [recipe.seed]
 
 
-def _jobs(
-    job: Callable[[str, int, Sequence[str]], GridJob],
-    methods: Sequence[str],
-    seeds: Sequence[int],
-    own: Mapping[str, Sequence[str]],
-    sets: Sequence[str],
-) -> list[GridJob]:
-    """A run for every method and seed. own: settings by method, which those of the command line follow."""
-    grid, used = [], set()
-    for method in methods:
-        usable = [entry for entry in sets if _applies(entry, method)]
-        used.update(usable)
-        grid += [job(method, seed, [*own.get(method, ()), *usable]) for seed in seeds]
-    for entry in sets:
-        if entry not in used:
-            raise RecipeError(f"--set {entry}: none of the methods {', '.join(methods)} has that part")
-    return grid
-
-
 def _is_method_option(entry: str) -> bool:
     """Is this `--set` an option of a part?"""
     key = parse_set(entry).key
     return key[0] == "method" and len(key) > 1 and key[1] not in MethodSection.model_fields
 
 
-def _applies(entry: str, method: str) -> bool:
-    """Does a `--set` apply to this method? An option of a part does if the method has the part."""
+def _part_names(recipe: Source, method: str, parts: Sequence[str]) -> set[str]:
+    """The names of a method's parts."""
     from everfed.methods import registry as methods
 
+    reading = read_placed(recipe, method=method, sets=parts)
+    section = reading.recipe.method
+    with placed(reading.places):
+        return {part.name for part in methods.build(section.name, parts=section.parts).parts}
+
+
+def _applies(entry: str, part_names: set[str]) -> bool:
+    """Does a `--set` apply to a method with these parts? An option of a part does if the method has the part."""
     if not _is_method_option(entry):
         return True
-    parts: Any = methods.build(method).parts
-    return parse_set(entry).key[1] in {part.name for part in parts}
+    return parse_set(entry).key[1] in part_names
 
 
 # a grid over keys ----------------------------------------------------------------------------------------------------
@@ -196,10 +244,14 @@ class Sweep(Grid):
 
     held_out: str
 
-    stem, heading, note = "sweep", "Cell", "scored on validation data"
+    stem, heading = "sweep", "Cell"
 
     def facts(self, result: Comparison) -> dict[str, Any]:
-        return {"split": "validation", "best": result.best}
+        return {"best": result.best}
+
+    def own_of(self, row: str) -> frozenset[str]:
+        """Also the keys that the row names, as `--set` arguments."""
+        return self.own | {".".join(parse_set(entry).key) for entry in shlex.split(row)[1::2]}
 
 
 def sweep(
@@ -248,7 +300,7 @@ def plan_sweep(
         raise RecipeError("the grid is empty; give a key and its values, such as train.optimizer.lr=0.01,0.1")
     base = read(recipe, method=method, sets=[*sets, *combinations[0]])
     held_out = _held_out(base, [*sets, *combinations[0]], own=stream is not None)
-    name = f"{base.name.replace('/', '-')}-{base.method.name or 'parts'}-sweep"
+    name = f"{base.name.replace('/', '-')}-{file_name(base.method.name or 'parts')}-sweep"
     folder = Path(out) if out is not None else Path("runs") / name
     numbers, make = list(seeds) if seeds is not None else [base.seed], streams_of(stream)
     found = [
@@ -266,7 +318,8 @@ def plan_sweep(
         for seed in numbers
     ]
     added = ", ".join(held_out.values()) if held_out.keys() - {SPLIT} else ""
-    return Sweep(found, folder, numbers, base.name, added)
+    varied = frozenset(".".join(parse_set(entry).key) for entry in combinations[0])
+    return Sweep(found, folder, numbers, base.name, "", varied, added)
 
 
 def _held_out(base: Recipe, sets: Sequence[str], own: bool) -> dict[str, str]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from everfed.core.stream import Stream
 
 MOST_NAMED = 8  # finished jobs in one line
+DIVERGED = "Diverged"  # the class of the error, as the log of events has it
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,13 @@ class GridJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """result: the content of result.json, or None when the run failed; `problem` is then the error."""
+    """result: the content of result.json, or None when the run failed; `problem` is then the error. diverged: a loss
+    was no longer finite."""
 
     job: GridJob
     result: dict[str, Any] | None
     problem: str = ""
+    diverged: bool = False
 
 
 More = Callable[[Outcome], Iterable[GridJob]]
@@ -150,8 +153,13 @@ def new_job(
     """A job of the recipe `source` with `method`, `seed` and `sets` on top. Raises RecipeError."""
     reading = api.fitted(read_placed(source, method=method, seed=seed, sets=sets), stream, scale)
     with placed(reading.places):
-        own = settled(reading.recipe).model_copy(update={"compare": None})
+        own = alone(reading.recipe)
     return GridJob(row, own, folder, reading.places, stream)
+
+
+def alone(recipe: Recipe) -> Recipe:
+    """The recipe of one run of a table, settled, without what it could be compared with."""
+    return settled(recipe).model_copy(update={"compare": None, "methods": None})
 
 
 def check(jobs: Sequence[GridJob], settings: JobSettings) -> None:
@@ -278,7 +286,7 @@ def attempt(
     how: dict[str, Any] = {"observers": observers, "track": settings.track, "progress": False, "stream": job.stream}
     how["checkpoint_every"] = settings.checkpoint_every
     if was_held and (problem := _divergence(job)) is not None:
-        return Outcome(job, None, problem)
+        return Outcome(job, None, problem, diverged=True)
     try:
         return Outcome(job, _begin_or_go_on(job, settings, how))
     except RunHeld:
@@ -287,7 +295,8 @@ def attempt(
         code = exit_code(error)
         if code != FAULT and (not settings.keep_going or isinstance(error, OSError)):
             raise
-        return Outcome(job, None, str(error) if code is not None else f"{type(error).__name__}: {error}")
+        problem = str(error) if code is not None else f"{type(error).__name__}: {error}"
+        return Outcome(job, None, problem, type(error).__name__ == DIVERGED)
 
 
 def _begin_or_go_on(job: GridJob, settings: JobSettings, how: dict[str, Any]) -> dict[str, Any]:
@@ -305,7 +314,7 @@ def _divergence(job: GridJob) -> str | None:
     if job.finished or not log.failed:
         return None
     kind, _, message = log.notes[-1].message.partition(": ")
-    return message if kind == "Diverged" else None
+    return message if kind == DIVERGED else None
 
 
 def _run_alone(queue: Queue, settings: JobSettings, output: Output) -> None:
@@ -346,7 +355,7 @@ def _check_folder(job: GridJob, settings: JobSettings) -> None:
     if not run.recipe.exists():
         return
     scale = run.read_settings().get("scale", 1.0)
-    stored = settled(read(str(run.recipe))).model_copy(update={"compare": None})
+    stored = alone(read(str(run.recipe)))
     if to_toml(stored) != to_toml(job.recipe) or scale != settings.scale:
         raise UserError(
             f"{job.folder} belongs to another recipe or --scale; nothing was overwritten. "

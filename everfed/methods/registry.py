@@ -7,8 +7,8 @@ Light to import: parts, and torch with them, are imported when a method is built
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from everfed.errors import CompositionError
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from everfed.core.method import Method
     from everfed.core.optimizer import Optimizer
     from everfed.core.part import Part
+
+    Entry = str | Mapping[str, Any] | Part | type[Part]  # of a list of parts
 
 # where every part lies: name -> module:Class in everfed.methods
 PARTS: dict[str, str] = {
@@ -226,15 +228,18 @@ def canonical(name: str) -> str:
 def build(
     name: str = "",
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    parts: list[str | Mapping[str, Any]] | None = None,
+    parts: Sequence[Entry] | None = None,
     optimizer: Optimizer | None = None,
 ) -> Method:
-    """A method from a preset's name, or from a list of parts: part names, or tables {part = NAME, option = value, ...};
-    a part may be named `package.module:Name`. `options` are by part: {"memory": {"size": 200}}."""
+    """A method from a preset's name, from `package.module:Name` (a part, or a list of parts), or from a list of parts:
+    part names, tables {part = NAME, option = value, ...}, parts themselves; a part may be named `package.module:Name`.
+    `options` are by part: {"memory": {"size": 200}}."""
     from everfed.core.method import SGD, compose
 
     name = canonical(name)
     name = ALIASES.get(name, name)
+    if parts is None and ":" in name:
+        parts = _own_parts(name)
     if parts:
         chosen = [_named(entry) for entry in parts]
     else:
@@ -249,6 +254,33 @@ def build(
         known = ", ".join(part.name for part in built)
         raise MethodError(f"method.{next(iter(given))} names no part of this method; it has {known}")
     return compose(*built, name=name, optimizer=optimizer or SGD)
+
+
+def entries(method: Any) -> list[Entry] | None:
+    """The parts of a method that is given as a list of parts, or as one part, which stands on top of `fedavg` unless it
+    aggregates itself; None for anything else."""
+    from everfed.core.part import Aggregator, Part
+
+    if isinstance(method, list | tuple):
+        return list(method)
+    kind = method if isinstance(method, type) else type(method)
+    if not issubclass(kind, Part):
+        return None
+    return [method] if issubclass(kind, Aggregator) else ["fedavg", method]
+
+
+def _own_parts(name: str) -> list[Entry]:
+    """The parts of a method of a user's own, `package.module:Name`. `fedgp+` before it adds FedGP, with a memory where
+    there is none."""
+    path = name.removeprefix("fedgp+")
+    found = load_object(path, "method.name")
+    parts = entries(found)
+    if parts is None:
+        raise MethodError(f"method.name: {path} is a {type(found).__name__}; expected a part, or a list of parts")
+    if path == name:
+        return parts
+    buffer = [] if any(_named(entry)[0].name == "memory" for entry in parts) else ["memory"]
+    return [*parts, *buffer, "fedgp"]
 
 
 def part_class(name: str) -> type[Part]:
@@ -289,6 +321,14 @@ def _find(name: str) -> Preset:
     raise MethodError(f"method.name: there is no method {name!r}.{nearest(name, names())} {_ALL}")
 
 
-def _named(entry: str | Mapping[str, Any]) -> tuple[type[Part], dict[str, Any]]:
-    options = {} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "part"}
-    return part_class(entry if isinstance(entry, str) else entry.get("part", "")), options
+def _named(entry: Entry) -> tuple[type[Part], dict[str, Any]]:
+    """(class, options) of an entry in a list of parts."""
+    from everfed.core.part import Part
+
+    if isinstance(entry, Part):
+        return type(entry), {field.name: getattr(entry, field.name) for field in fields(entry)}
+    if isinstance(entry, type) and issubclass(entry, Part):
+        return entry, {}
+    if isinstance(entry, Mapping):
+        return part_class(entry.get("part", "")), {key: value for key, value in entry.items() if key != "part"}
+    return part_class(entry), {}

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from everfed.recipe.problems import Places, placed
-from everfed.recipe.reading import Reading, Source, from_table, read, read_placed, scaled, settled, share, to_toml
+from everfed.recipe.reading import (
+    Parts,
+    Reading,
+    Source,
+    composition,
+    from_table,
+    read,
+    read_placed,
+    scaled,
+    settled,
+    share,
+    to_toml,
+)
 from everfed.recipe.schema import (
     CompareSection,
     EngineSection,
@@ -25,6 +37,7 @@ __all__ = [
     "MethodSection",
     "ModelSection",
     "OptimizerSection",
+    "Parts",
     "Places",
     "PrivacySection",
     "Reading",
@@ -34,6 +47,7 @@ __all__ = [
     "StreamSection",
     "TrainSection",
     "as_entries",
+    "composition",
     "from_table",
     "parse_set",
     "parse_value",

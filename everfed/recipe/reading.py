@@ -25,6 +25,7 @@ from everfed.recipe.schema import MethodSection, Recipe
 from everfed.recipe.settings import Sets, Table, overridden, overrides
 
 Source = str | Path | Table | Recipe
+Parts = Any  # a part, its class, or a list of parts, of their names and of tables
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,15 @@ def named(table: Table) -> Table:
     if isinstance(model, dict) and callable(model.get("kind")):
         table = {**table, "model": {**model, "kind": name_of(model["kind"], "model.kind")}}
     if isinstance(method, dict):
-        table = {**table, "method": {key: _section(key, value) for key, value in method.items()}}
+        table = {**table, "method": _named_section(method)}
+    if isinstance(table.get("methods"), dict):
+        own = {name: _named_section(one) if isinstance(one, dict) else one for name, one in table["methods"].items()}
+        table = {**table, "methods": own}
     return table
+
+
+def _named_section(section: Table) -> Table:
+    return {key: _section(key, value) for key, value in section.items()}
 
 
 def name_of(thing: Any, key: str) -> str:
@@ -122,10 +130,21 @@ def name_of(thing: Any, key: str) -> str:
     return f"{module}:{name}"
 
 
+def composition(parts: Parts) -> list[Any]:
+    """The list of parts of a method as a recipe has it. A part alone stands on top of `fedavg`, unless it aggregates
+    itself. Raises RecipeError."""
+    from everfed.methods.registry import entries
+
+    found = entries(parts)
+    if found is None:
+        raise RecipeError(f"a method is a part or a list of parts; got {parts!r}")
+    return [_part(entry) for entry in found]
+
+
 def _section(key: str, value: Any) -> Any:
     """A key of [method]: the list of parts, or the options of one part."""
     if key == "parts" and isinstance(value, list | tuple):
-        return [_part(entry) for entry in value]
+        return composition(value)
     return _option(value, f"method.{key}")
 
 
@@ -196,7 +215,8 @@ def settled(recipe: Recipe) -> Recipe:
     from everfed.methods import registry as methods
 
     own = [part.name for part in methods.build(section.name, parts=section.parts).parts]
-    known = {*own, *methods.PARTS}
+    of_others = [part.name for one in (recipe.methods or {}).values() for part in methods.build(parts=one.parts).parts]
+    known = {*own, *of_others, *methods.PARTS}
     for name in section.defaults:
         if name not in known:
             allowed = sorted(known)

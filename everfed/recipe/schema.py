@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from everfed.methods.registry import canonical
+from everfed.methods.registry import canonical, names
 
 Logits = Literal["full", "seen", "task"]
 # Strict: 1 is not true and "32" is not 32. A value that TOML cannot hold, or that no run can use, is refused.
@@ -273,3 +274,15 @@ class Recipe(Section):
     monitor: MonitorSection = MonitorSection()
     federation: FederationSection = FederationSection()
     compare: CompareSection | None = None
+    methods: dict[str, MethodSection] | None = None  # of one's own: [methods.NAME] with parts, chosen by method.name
+
+    @field_validator("methods")
+    @classmethod
+    def _names_of_ones_own(cls, methods: dict[str, MethodSection] | None) -> dict[str, MethodSection] | None:
+        for name, section in (methods or {}).items():
+            if name in names() or not re.fullmatch(r"[\w.+-]+", name):
+                why = "is the name of a shipped method" if name in names() else "has signs that no folder should have"
+                raise ValueError(f"{name!r} {why}; choose another, such as my-{re.sub(r'[^a-z]+', '-', name.lower())}")
+            if not section.parts:
+                raise ValueError(f"{name!r} needs parts, such as parts = ['fedavg', 'my_part:Clip']")
+        return methods

@@ -42,10 +42,20 @@ def overrides(method: str | None, seed: int | None, sets: Sets) -> list[Override
 
 
 def overridden(table: Table, found: Sequence[Override]) -> Table:
-    table = _for_other_method(dict(table), {one.key: one.value for one in found})
+    table = _with_composition(dict(table))
+    table = _with_composition(_for_other_method(table, {one.key: one.value for one in found}))
     for one in found:
         _put(table, one)
     return table
+
+
+def _with_composition(table: Table) -> Table:
+    """[method] filled in from [methods.NAME] where its name is one of these; what it says itself counts more."""
+    own, named = table.get("method"), table.get("methods")
+    if not isinstance(own, dict) or not isinstance(named, dict) or "parts" in own:
+        return table
+    chosen = named.get(own.get("name"))
+    return {**table, "method": {**chosen, **own}} if isinstance(chosen, dict) else table
 
 
 def _for_other_method(table: Table, chosen: dict[Key, Any]) -> Table:
@@ -53,12 +63,16 @@ def _for_other_method(table: Table, chosen: dict[Key, Any]) -> Table:
     own = table.get("method", {})
     if not isinstance(own, dict) or not isinstance(own.get("defaults", {}), dict):
         return table  # refused by the schema
-    same_name = chosen.get(("method", "name"), own.get("name")) == own.get("name")
-    if same_name and ("method", "parts") not in chosen:
+    name = chosen.get(("method", "name"), own.get("name"))
+    if name == own.get("name") and ("method", "parts") not in chosen:
         return table
     common = {key: own[key] for key in ("weighting",) if key in own}
     options = {key: value for key, value in own.items() if key not in MethodSection.model_fields}
-    return {**table, "method": {**common, "defaults": {**own.get("defaults", {}), **options}}}
+    named = {} if ("method", "name") not in chosen else {"name": name}
+    if "parts" in own and options:  # they may be of parts that only this composition has
+        left = {key: value for key, value in own.items() if key != "defaults"}
+        table = {**table, "methods": {"parts": left, **table.get("methods", {})}}
+    return {**table, "method": {**named, **common, "defaults": {**own.get("defaults", {}), **options}}}
 
 
 def _put(table: Table, setting: Override) -> None:

@@ -14,6 +14,7 @@ from everfed.metrics.scores import METRICS, PERCENT, score_of
 
 Row = dict[str, Any]
 SCALED = "at --scale {scale:g} of the work: fewer rounds, less data; it does not compare with full runs"
+VALIDATED = "scored on validation data"
 _SIZE = (9.0, 3.2)  # inches
 
 
@@ -81,7 +82,7 @@ class Result:
             [f"after task {number}", *("" if value is None else score.text(value, 1) for value in row)]
             for number, row in enumerate(matrix, start=1)
         ]
-        note = "; ".join(part for part in (f"run folder: {self.folder}", scale_note(self.data)) if part)
+        note = "; ".join(part for part in (f"run folder: {self.folder}", scope_of(self.data)) if part)
         return f"<p><b>{escape(headline(self.data))}</b></p>{html_table(columns, lines, note)}"
 
 
@@ -93,10 +94,15 @@ def headline(data: Row) -> str:
     return f"{data['method']} seed {data['seed']}: {numbers}"
 
 
-def scale_note(data: Row) -> str:
-    """What a scaled run is; empty for a full one."""
-    scale = data.get("scale", 1.0)
-    return SCALED.format(scale=scale) if scale < 1 else ""
+def scope_note(split: str, scale: float) -> str:
+    """What the scores of a run are of; empty for a full run on test data."""
+    notes = {VALIDATED: split == "validation", SCALED.format(scale=scale): scale < 1}
+    return "; ".join(note for note, applies in notes.items() if applies)
+
+
+def scope_of(data: Row) -> str:
+    """The `scope_note` of a result."""
+    return scope_note(data.get("split", "test"), data.get("scale", 1.0))
 
 
 def as_frame(rows: Sequence[Row], index: str | None = None) -> Any:

@@ -216,7 +216,7 @@ def fingerprint(run: Run) -> str:
     """Of all that decides a run's numbers, as far as it is known: two runs that differ in it share no checkpoint.
     The engine is left out: a run may go on in another one. Defaults are, too: a later version may have more keys."""
     stream = run.stream
-    left_out = {"engine", "federation", "compare", "monitor"}
+    left_out = {"engine", "federation", "compare", "methods", "monitor"}
     table = run.recipe.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
     facts = [stream.name, stream.tasks, stream.clients, stream.rounds, stream.classes, list(stream.input_shape)]
     facts += [mark for mark in (stream.fingerprint, run.frozen) if mark]

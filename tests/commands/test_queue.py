@@ -225,7 +225,7 @@ def test_a_divergence_elsewhere_is_the_outcome_and_nothing_else_is(cell: Any) ->
     log = own.folder / "events.jsonl"
     log.write_text('{"event": "start"}\n{"event": "fault", "message": "Diverged: the loss is not finite"}\n')
     outcome = jobs.attempt(own, settings(), [], was_held=True)
-    assert outcome == Outcome(own, None, "the loss is not finite")
+    assert outcome == Outcome(own, None, "the loss is not finite", diverged=True)
     with log.open("a") as file:
         file.write('{"event": "sta')  # another process has begun to go on with it
     assert jobs._divergence(own) == "the loss is not finite"

@@ -1,0 +1,207 @@
+"""A method of one's own beside the shipped ones, as a researcher has it all day: by name of a module, by a name of its
+own, from Python; and what every table says of its numbers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import everfed
+from everfed.cli import app
+from everfed.methods.regularise.fedprox import FedProx
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "stream": {"dataset": "digits", "tasks": 2, "clients": 2, "max_train": 60, "max_test": 40},
+    "train": {"rounds_per_task": 1},
+    "engine": {"kind": "eager"},
+    "method": {"name": "fedavg"},
+}
+RECIPE = """
+[stream]
+dataset = "digits"
+tasks = 2
+clients = 2
+max_train = 60
+max_test = 40
+[train]
+rounds_per_task = 1
+[engine]
+kind = "eager"
+[method]
+name = "mine"
+clip = { norm = 2.0 }
+[methods.mine]
+parts = ["fedavg", "memory", "er", "day_part:Clip"]
+memory = { size = 5 }
+[methods.mine-alone]
+parts = ["fedavg", "day_part:Clip"]
+[compare]
+methods = ["fedavg", "mine"]
+"""
+PART = """
+from dataclasses import dataclass
+from everfed.method import Part, option
+
+@dataclass(frozen=True)
+class Clip(Part):
+    norm: float = option(1.0, above=0, about="the greatest length")
+    name = "clip"
+
+    def gradient(self, step, gradient):
+        return gradient.vector * (self.norm / gradient.vector.norm().clamp(min=self.norm))
+
+BOTH = ["fedavg", "memory", {"part": "er"}, Clip(norm=0.5)]
+SEVEN = 7
+"""
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("day.toml").write_text(RECIPE)
+    Path("day_part.py").write_text(PART)
+    yield tmp_path
+    sys.modules.pop("day_part", None)
+
+
+def says(*arguments: str, code: int = 0) -> str:
+    found = CliRunner().invoke(app, list(arguments))
+    assert found.exit_code == code, found.output
+    return found.output
+
+
+def rows(folder: str, stem: str = "compare") -> dict[str, Any]:
+    return {row["name"]: row for row in json.loads(Path(folder, f"{stem}.json").read_text())["rows"]}
+
+
+def recipe_of(folder: str) -> everfed.Recipe:
+    return everfed.read_recipe(Path(folder, "recipe.toml"))
+
+
+# by name of a module, or a name of its own ----------------------------------------------------------------------------
+def test_a_part_or_a_list_of_parts_is_a_method_by_its_modules_name() -> None:
+    says("compare", "day.toml", "--methods", "fedavg,day_part:Clip,day_part:BOTH,fedgp+day_part:Clip", "--out", "c")
+    assert set(rows("c")) == {"fedavg", "day_part:Clip", "day_part:BOTH", "fedgp+day_part:Clip"}
+    from everfed.methods import registry
+
+    assert [part.name for part in registry.build("day_part:Clip").parts] == ["fedavg", "clip"]
+    assert [part.name for part in registry.build("fedgp+day_part:Clip").parts] == ["fedavg", "clip", "memory", "fedgp"]
+    assert registry.build("day_part:BOTH").parts[-1].norm == 0.5  # type: ignore[attr-defined]
+    assert Path("c/day_part.Clip-0/result.json").exists()  # a colon is no sign for a folder
+    assert "SEVEN is a int; expected a part, or a list of parts" in says(
+        "run", "day.toml", "--method", "day_part:SEVEN", code=2
+    )
+
+
+def test_a_composition_of_the_recipe_has_a_name_in_run_compare_and_sweep() -> None:
+    assert "mine seed 0: Acc " in says("run", "day.toml")
+    assert recipe_of("runs/day-mine-0").method.parts == ["fedavg", "memory", "er", "day_part:Clip"]
+    says("compare", "day.toml", "--methods", "er,mine,mine-alone", "--out", "c")
+    assert set(rows("c")) == {"er", "mine", "mine-alone"}
+    assert recipe_of("c/mine-alone-0").method.parts == ["fedavg", "day_part:Clip"]
+    for own in ("mine", "mine-alone"):  # what [method] says of a part serves every method that has it
+        assert recipe_of(f"c/{own}-0").method.model_extra["clip"] == {"norm": 2.0}  # type: ignore[index]
+    assert recipe_of("c/er-0").method.model_extra["memory"] == {"size": 5}  # type: ignore[index]
+    assert "best: --set method.clip.norm=" in says(
+        "sweep", "day.toml", "--method", "mine-alone", "--grid", "method.clip.norm=0.5,1", "--out", "s"
+    )
+
+
+def test_a_shipped_name_is_not_taken_for_a_composition_of_ones_own() -> None:
+    Path("day.toml").write_text(RECIPE.replace("methods.mine-alone", "methods.er"))
+    assert "'er' is the name of a shipped method; choose another" in says("run", "day.toml", code=2)
+
+
+def test_from_python_a_method_is_a_list_of_parts() -> None:
+    from everfed import compare
+
+    parts = ["fedavg", FedProx(mu=0.5)]
+    found = compare(TINY, ["fedavg", {"mine": parts, "alone": FedProx}], out="c")
+    assert set(found.results) == {"fedavg", "mine", "alone"}
+    assert recipe_of("c/mine-0").method.parts[1]["mu"] == 0.5  # type: ignore[index]
+    assert set(compare(TINY, ["fedavg", parts], out="listed").results) == {"fedavg", "fedavg+fedprox"}
+    with pytest.raises(everfed.UserError, match="a method is a part or a list of parts; got 'er'"):
+        compare(TINY, {"mine": "er"})
+
+
+# a folder that has a table already -----------------------------------------------------------------------------------
+def test_a_second_comparison_in_a_folder_adds_to_its_table() -> None:
+    says("compare", "day.toml", "--methods", "fedavg", "--seeds", "0,1", "--out", "c")
+    first = rows("c")["fedavg"]
+    printed = says("compare", "day.toml", "--methods", "mine", "--seeds", "0,1", "--out", "c")
+    assert "| fedavg" in printed and "| mine" in printed
+    assert rows("c")["fedavg"] == first and set(rows("c")) == {"fedavg", "mine"}
+    says("compare", "day.toml", "--methods", "mine", "--seeds", "2", "--out", "c")  # and so do further seeds
+    assert [run["seed"] for run in rows("c")["mine"]["runs"]] == [0, 1, 2]
+    refused = says("compare", "day.toml", "--methods", "er", "--out", "c", "--set", "train.batch_size=8", code=2)
+    assert "train.batch_size is 32 in fedavg-0, and 8 here. Choose another --out" in refused
+    assert "--scale is 1.0 in fedavg-0, and 0.5 here" in says(
+        "compare", "day.toml", "--methods", "er", "--out", "c", "--scale", "0.5", code=2
+    )
+    assert set(rows("c")) == {"fedavg", "mine"}  # what is refused changes nothing
+
+
+def test_a_second_sweep_adds_its_cells() -> None:
+    for values in ("0.05", "0.2"):
+        says("sweep", "day.toml", "--method", "fedavg", "--grid", f"train.optimizer.lr={values}", "--out", "s")
+    assert set(rows("s", "sweep")) == {"--set train.optimizer.lr=0.05", "--set train.optimizer.lr=0.2"}
+    refused = ("sweep", "day.toml", "--method", "er", "--grid", "train.optimizer.lr=0.1", "--out", "s")
+    assert "s holds runs that do not belong into one table with these: method." in says(*refused, code=2)
+
+
+# seed by seed --------------------------------------------------------------------------------------------------------
+def test_methods_are_compared_with_the_first_one_seed_by_seed() -> None:
+    from everfed.metrics import paired_difference
+
+    found = everfed.compare(TINY, ["fedavg", "er", "ideal"], [0, 1, 2], out="c")
+    acc = {name: [run.metrics["acc"] for run in runs] for name, runs in found.results.items()}
+    for row in found.rows:
+        if row.name == "fedavg":
+            assert row.difference is None
+            continue
+        expected = paired_difference(acc[row.name], acc["fedavg"])  # type: ignore[arg-type]
+        assert row.difference == expected
+        assert rows("c")[row.name]["difference"] == vars(expected)
+        shown = f"{100 * expected.mean:+.2f} ({100 * expected.low:+.2f} to {100 * expected.high:+.2f})"  # type: ignore[operator]
+        assert shown in Path("c/compare.md").read_text() and shown in repr(found)
+    assert "vs fedavg (95 %)" in repr(found)
+    assert "difference_low" in Path("c/compare.csv").read_text().splitlines()[0]
+    single = everfed.compare(TINY, ["fedavg", "er"], out="single")
+    assert "vs fedavg" not in repr(single)  # one seed has no interval
+
+
+# what the numbers of a table are of -----------------------------------------------------------------------------------
+def test_a_table_of_scaled_runs_says_so_wherever_it_stands() -> None:
+    printed = says("compare", "day.toml", "--methods", "fedavg", "--scale", "0.5", "--out", "c")
+    assert "at --scale 0.5 of the work" in printed and "At --scale 0.5 of the work" in Path("c/compare.md").read_text()
+    head, line = Path("c/compare.csv").read_text().splitlines()
+    assert dict(zip(head.split(","), line.split(","), strict=True))["scale"] == "0.5"
+    assert "--scale" not in says("compare", "day.toml", "--methods", "fedavg", "--out", "full").partition("| Method")[2]
+
+
+def test_a_sweeps_table_says_that_it_is_of_validation_data() -> None:
+    printed = says("sweep", "day.toml", "--method", "fedavg", "--grid", "train.optimizer.lr=0.1", "--out", "s")
+    assert "scored on validation data; written to s" in printed
+    assert "Scored on validation data." in Path("s/sweep.md").read_text()
+    head, line = Path("s/sweep.csv").read_text().splitlines()
+    assert head.split(",")[2] == "split" and ",validation," in line
+    assert "scored on validation data" in says(
+        "run", "day.toml", "--set", "eval.split=validation", "--set", "stream.validation=0.2"
+    )
+
+
+def test_a_method_that_diverges_is_said_to_in_the_table() -> None:
+    lost = ("--set", "train.optimizer.lr=1e30", "--methods", "fedavg", "--out", "c")
+    printed = says("compare", "day.toml", *lost, code=1)
+    for text in (printed, Path("c/compare.md").read_text()):
+        (line,) = [line for line in text.splitlines() if line.startswith("| fedavg")]
+        assert [cell.strip() for cell in line.split("|")[2:4]] == ["0/1, diverged", "diverged"]
+    assert rows("c")["fedavg"]["runs"][0]["diverged"] is True
