@@ -87,7 +87,7 @@ def test_a_command_in_the_documentation_is_one(page: str, command: str) -> None:
     assert name in CLI.commands, f"{page}: everfed has no command {name!r}"
     parsed = CLI.commands[name].make_context(name, arguments).params
     chosen = [parsed.get("method"), *(parsed.get("methods") or "").split(",")]
-    for method in (m for m in chosen if m and not is_placeholder(m)):
+    for method in (m for m in chosen if m and not is_placeholder(m) and ":" not in m):  # with one: the reader's own
         methods.build(method)
     recipe = parsed.get("recipe")
     if recipe and not is_placeholder(recipe) and not recipe.endswith(".toml"):
