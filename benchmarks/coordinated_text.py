@@ -7,6 +7,12 @@ and random replay with as many tokens as diverse replay has.
 
     python -m benchmarks.coordinated_text --data DIR --work FOLDER --jobs 16 [--set train.optimizer.lr=0.0003]
 
+With many users who each train once a period on average, no kept text is visited often:
+
+    python -m benchmarks.coordinated_text --data DIR --work FOLDER --users 190 --sizes 20 --seeds 3 \\
+        --set stream.clients=170 --set stream.participation=0.1 --set train.rounds_per_task=10 \\
+        --set train.local_epochs=1
+
 The command is a queue like `everfed compare`: repeated, it goes on. It writes FOLDER/coordinated_text.json and prints a
 table. If plain averaging forgets nothing, nothing can be learned from it, and it says so.
 """
@@ -116,7 +122,7 @@ def matched(lengths: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -
 # data and weights ------------------------------------------------------------------------------------------------
 
 
-def make_users(data: Path, place: Path) -> None:
+def make_users(data: Path, place: Path, users: int = USERS) -> None:
     """Write the utterances of all users: in every period texts of one corpus, of the classes that a user prefers."""
     rng = np.random.default_rng(0)
     lines = []
@@ -125,7 +131,7 @@ def make_users(data: Path, place: Path) -> None:
         pools = {label: [row["text"] for row in rows if row["label"] == label] for label in {r["label"] for r in rows}}
         for texts in pools.values():
             rng.shuffle(texts)
-        for user in range(USERS):
+        for user in range(users):
             for label in _classes(rng, pools):
                 lines.append({"user": f"user {user:02}", "time": period, "text": pools[label].pop()[:400]})
     place.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -167,11 +173,11 @@ def sets_of(work: Path) -> list[str]:
     return [f'stream.dataset="{work / "users.jsonl"}"', f'model.weights="{work / "pretrained.safetensors"}"']
 
 
-def prepare(data: Path, work: Path) -> None:
+def prepare(data: Path, work: Path, users: int) -> None:
     """Make users and weights, where they are not there yet."""
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "users.jsonl").exists():
-        make_users(data, work / "users.jsonl")
+        make_users(data, work / "users.jsonl", users)
     if not (work / "pretrained.safetensors").exists():
         recipe = read(RECIPE, sets=sets_of(work))
         stream = streams.build(recipe.stream.model_dump(), 0, recipe.train.rounds_per_task)
@@ -269,11 +275,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of users, weights and runs")
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
+    parser.add_argument("--users", type=int, default=USERS, help="those that are left out included")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="samples that a client keeps")
     parser.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE", help="for all runs")
     given = parser.parse_args()
     work = given.work.absolute()
-    prepare(given.data, work)
-    cells = grid(work, SIZES, SEEDS[: given.seeds], given.sets)
+    prepare(given.data, work, given.users)
+    cells = grid(work, given.sizes, SEEDS[: given.seeds], given.sets)
     lines = rows(run_all(cells, JobSettings(None, 1.0, 60.0, False, jobs=given.jobs, keep_going=True)))
     (work / "coordinated_text.json").write_text(json.dumps(lines, indent=2) + "\n")
     print(f"{as_table(lines)}\n\n{verdict(lines)}")

@@ -271,6 +271,11 @@ def test_options_are_checked(name: str, options: dict[str, Any]) -> None:
         methods.build(name, {name: options})
 
 
+def test_hgp_trains_the_head_as_its_authors_do() -> None:
+    hgp = methods.build("hgp").part("hgp")
+    assert (hgp.lr, hgp.variance_scale) == (0.001, 3.0)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("levels", [1, 2])
 def test_gaussians_of_hgp_are_those_of_the_trained_network(levels: int) -> None:
     """Of one round: they depend on how far it trains, which the received network does not."""

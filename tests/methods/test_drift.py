@@ -19,6 +19,7 @@ from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.aggregate.feddyn import FedDyn
 from everfed.methods.aggregate.fednova import FedNova, steps_of
 from everfed.methods.aggregate.scaffold import Scaffold
+from everfed.methods.regularise.fedprox import FedProx
 from everfed.privacy.secure import secured
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy, mean_square
 
@@ -236,6 +237,12 @@ def test_with_other_steps_the_fixed_point_is_less_biased() -> None:
 def test_fednova_refuses_what_it_cannot_count(optimizer: Optimizer) -> None:
     with pytest.raises(CompositionError, match="'fednova' counts local steps"):
         compose(FedNova(), optimizer=optimizer)
+
+
+def test_fednova_refuses_fedprox_whose_pull_it_would_not_count() -> None:
+    with pytest.raises(CompositionError, match="'fednova' counts whole local steps, and 'fedprox' shrinks"):
+        compose(FedNova(), FedProx(mu=0.1))
+    assert compose(FedNova(), FedProx(mu=0.0))
 
 
 # all -----------------------------------------------------------------------------------------------------------------

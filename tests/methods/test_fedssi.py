@@ -172,7 +172,7 @@ def test_lambda_to_zero_gives_no_importance() -> None:
 
 
 def test_a_diverging_surrogate_is_refused_with_the_bound() -> None:
-    with pytest.raises(RuntimeError, match=r"fedssi\.lam = 0\.01.*lam must exceed 0\.0243902"):
+    with pytest.raises(RuntimeError, match=r"fedssi\.lam = 0\.01.*it must exceed 0\.0243902"):
         Bench("fedssi", fedssi(lam=0.01)).run()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from everfed.method import Optimizer, TrainOptions
 from everfed.methods.replay.refed import ReFed, importance, informative_step, most_important, proximity
 from everfed.methods.replay.sample_gradients import sample_gradient_norms
+from tests.support.toy import Bench
 
 CENTRES = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0], [0.5, 0.5]], dtype=torch.float64)
 START = torch.zeros(2, dtype=torch.float64)
@@ -119,6 +123,28 @@ def test_most_important_is_a_stable_top(scores: list[int], m: int) -> None:
     kept = most_important(np.array(scores, dtype=float), m)
     expected = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:m]
     assert kept.tolist() == sorted(expected)
+
+
+def test_the_informative_model_moves_at_the_rate_with_which_a_task_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a schedule that decays to 0 it would stay at the global model, whatever lambda is."""
+    used = []
+
+    def spied(*arguments: Any, learning_rate: float, **options: Any) -> np.ndarray:
+        used.append(learning_rate)
+        return importance(*arguments, learning_rate=learning_rate, **options)
+
+    monkeypatch.setattr("everfed.methods.replay.refed.importance", spied)
+    falling = TrainOptions(1, 8, Optimizer(lr=0.2, schedule="linear"))
+    options = {"memory": {"size": 5, "policy": {"kind": "re-fed"}}}
+    Bench("er", options, train=falling).run()
+    assert used and set(used) == {0.2}
+
+
+def test_a_pull_that_diverges_is_refused() -> None:
+    """eta q = 0.1 (1 - 0.02) / 0.04 = 2.45."""
+    options = {"memory": {"size": 5, "policy": {"kind": "re-fed", "informative": 0.02}}}
+    with pytest.raises(RuntimeError, match=r"informative = 0\.02: .* must exceed 0\.0243902, or lower train"):
+        Bench("er", options, train=TrainOptions(1, 8, Optimizer(lr=0.1))).run()
 
 
 def test_everything_fits_or_nothing_does() -> None:

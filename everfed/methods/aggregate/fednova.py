@@ -6,6 +6,7 @@ update per step, and the server moves by the mean number of steps along the mean
     x <- x + (sum_i p_i |a_i|_1) (sum_i p_i d_i)
 
 |a_i|_1 is the number of steps tau of plain SGD. With momentum rho, (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho).
+FedProx shrinks it to the sum over j < tau of (1 - lr mu)^j, which is not counted here, so that the two are refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from everfed.method import SHARED, WHOLE, Aggregator, Client, CompositionError, Mean, Model, Server, option
+from everfed.methods.regularise.fedprox import FedProx
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class FedNova(Aggregator):
         return {SHARED, WHOLE}
 
     def check(self, parts, optimizer):
+        if any(isinstance(part, FedProx) and part.mu for part in parts):
+            raise CompositionError(
+                "part 'fednova' counts whole local steps, and 'fedprox' shrinks the later gradients of an update to "
+                "(1 - lr mu)^j of themselves; leave one of the two out, or set fedprox.mu to 0"
+            )
         if optimizer.kind != "sgd" or (optimizer.momentum and optimizer.state != "fresh"):
             raise CompositionError(
                 "part 'fednova' counts local steps of train.optimizer.kind = 'sgd' alone, with state = 'fresh' if it "

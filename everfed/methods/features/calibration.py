@@ -170,6 +170,7 @@ class HGP(Calibration):
         one_of=(1, 2),
         about="2: a mixture over clients, which the server sees one by one; 1: one Gaussian of every class from sums",
     )
+    lr: float = option(0.001, above=0, about="of the head's SGD (0.001 in the authors' code)")
     variance_scale: float = option(3.0, above=0, about="by what variances are multiplied (3 in the authors' code)")
     temperature: float = option(
         0.1, at_least=0, about="the logits are divided by their norm and by it; 0: plain cross-entropy"

@@ -68,7 +68,7 @@ class FedSSI(PathRegulariser):
     def train_surrogate(self, client: Client) -> tuple[Tensor, Tensor]:
         """(v, s): the surrogate's parameters after training and the contribution along its path."""
         rate, w = self.psm_lr or client.options.optimizer.lr, client.model["params"]
-        self._check_rate(rate)
+        check_rate("fedssi.lam", self.lam, rate, "fedssi.psm_lr")
         part = _surrogate(proximity(self.lam), self.psm_grad_reduction)
         fitted = client.fit(
             (part,),
@@ -80,17 +80,20 @@ class FedSSI(PathRegulariser):
         )
         return fitted.model["params"], fitted.state[part.name]["contribution"]
 
-    def _check_rate(self, rate: float) -> None:
-        if rate * proximity(self.lam) >= 2.0:
-            raise ValueError(
-                f"fedssi.lam = {self.lam}: the surrogate diverges at learning rate {rate}; lam must exceed "
-                f"{rate / (4.0 + rate):.6g}, or lower fedssi.psm_lr"
-            )
-
 
 def proximity(lam: float) -> float:
-    """q(lambda): how strongly the surrogate is drawn to the global model."""
+    """q(lambda): how strongly a model between the local and the global one is drawn to the global one."""
     return (1.0 - lam) / (2.0 * lam)
+
+
+def check_rate(option: str, lam: float, rate: float, remedy: str) -> None:
+    """Refuse a rate at which the pull q alone makes such a model diverge. option, remedy: the names of lambda and of
+    the rate."""
+    if rate * proximity(lam) >= 2.0:
+        raise ValueError(
+            f"{option} = {lam}: the surrogate diverges at learning rate {rate}; it must exceed "
+            f"{rate / (4.0 + rate):.6g}, or lower {remedy}"
+        )
 
 
 @dataclass(frozen=True)

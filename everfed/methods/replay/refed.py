@@ -16,6 +16,7 @@ from torch import Tensor
 
 from everfed.core.data import minibatches
 from everfed.method import option
+from everfed.methods.regularise.fedssi import check_rate, proximity
 from everfed.methods.replay.capped_simplex import largest
 from everfed.methods.replay.memory import Policy, Pool
 from everfed.methods.replay.sample_gradients import norms_at
@@ -46,6 +47,8 @@ class ReFed(Policy):
     def scores(self, pool: Pool) -> np.ndarray:
         """(new + stored,) I(x) of every sample of the pool."""
         client, model = pool.client, pool.model
+        rate = client.options.optimizer.lr  # a task's first: a schedule's last would leave v at w, whatever lambda is
+        check_rate("informative", self.informative, rate, "train.optimizer.lr")
         order = minibatches(np.arange(len(pool)), 1, client.options.batch_size, pool.rng(self.kind)).rows
 
         def samples(rows: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -63,17 +66,12 @@ class ReFed(Policy):
             norms,
             gradient,
             [order.row(step) for step in range(len(order.lengths))],
-            learning_rate=client.rate,
+            learning_rate=rate,
             passes=self.passes,
             informative=self.informative,
             power=self.power,
             exact=self.exact,
         )
-
-
-def proximity(informative: float) -> float:
-    """q(lambda) = (1 - lambda) / (2 lambda): lambda near 0 keeps v at the global model, near 1 lets it go."""
-    return (1 - informative) / (2 * informative)
 
 
 def importance(
