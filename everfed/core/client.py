@@ -138,7 +138,7 @@ def _reply(
     name = method.aggregator.name
     values[name] = {**_upload(method, _shared(fitted.model, context), state, message, context), **values[name]}
     state = {**state, OWN: _remember(fitted, message, context)}
-    sent = {part: tree for part, tree in values.items() if tree} if synchronises(context) else {}
+    sent = {part: tree for part, tree in values.items() if tree} if context.synchronises else {}
     return state, Reply(sent, fitted.samples, fitted.steps, fitted.loss)
 
 
@@ -151,15 +151,10 @@ def _upload(method: Method, model: Model, state: State, message: Message, contex
     return dict(aggregator.upload(client))
 
 
-def synchronises(context: Context) -> bool:
-    """Is the model sent to the server after this round?"""
-    return (context.round + 1) % context.options.sync_every == 0
-
-
 def _remember(fitted: Fitted, message: Message, context: Context) -> Tree:
     """The protocol's own state after training."""
     own: Tree = {}
-    if not synchronises(context):
+    if not context.synchronises:
         own[MODEL] = dict(fitted.model)
         own["message"] = message
     if context.facts.layout.shared < context.facts.layout.size:

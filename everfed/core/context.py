@@ -149,6 +149,11 @@ class Context:
         return self.current_task
 
     @property
+    def synchronises(self) -> bool:
+        """Is the model sent to the server after this round?"""
+        return (self.round + 1) % self.options.sync_every == 0
+
+    @property
     def train(self) -> Trainer:
         """Local training and gradients as functions: on clients, and in the server's own phases (without any data)."""
         if self.trainer is None:
@@ -266,7 +271,7 @@ class Setup:
         """What the client sees now."""
         task = place.plan.tasks.get(client)
         if task is None or phase.name == EVALUATE:
-            return _no_data(self.stream)
+            return self.facts.blank
         if client in place.plan.drifting:
             return self.stream.data_in(client, place.round)
         return self._checks.training(client, task, self.stream.data(client, task))
@@ -281,7 +286,3 @@ class Setup:
             return None
         tasks = (task,) if self.options.logits == "task" else range(task + 1)
         return tuple(sorted({label for t in tasks for label in self.stream.labels_of(client, t)}))
-
-
-def _no_data(stream: Stream) -> Data:
-    return stream.test(0).take(np.zeros(0, dtype=np.int64))

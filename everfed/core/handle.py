@@ -106,7 +106,7 @@ class Handle:
     @property
     def synchronises(self) -> bool:
         """Is the model sent to the server after this round?"""
-        return (self.round + 1) % self.options.sync_every == 0
+        return self.context.synchronises
 
     @property
     def held_out(self) -> HeldOut:

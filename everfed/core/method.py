@@ -138,9 +138,7 @@ class Method:
         needs them to do so together, or whose samples have no class where a part needs it."""
         for part in self.parts:
             hidden = []
-            if not stream.boundaries and (
-                BOUNDARIES in part.needs() or any(phase.needs_boundaries for phase in part.phases())
-            ):
+            if not stream.boundaries and needs_boundaries(part):
                 hidden.append("when a task begins or ends")
             if not stream.task_ids and TASK_ID in part.needs():
                 hidden.append("which task a client is in")
@@ -161,6 +159,11 @@ class Method:
                     f"{stream.name!r}, scored by {stream.score}, has other targets; choose a method that works with "
                     "any loss: `everfed show METHOD` lists what a method needs"
                 )
+
+
+def needs_boundaries(part: Part) -> bool:
+    """Must the part know when a task begins or ends, or does one of its phases show it?"""
+    return BOUNDARIES in part.needs() or any(phase.needs_boundaries for phase in part.phases())
 
 
 def _changeable(part: Part) -> dict[str, Any]:

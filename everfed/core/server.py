@@ -165,9 +165,9 @@ class Runner:
     def _train(self, phase: Phase, place: Place) -> None:
         """Local training on the clients; where it ends with a synchronisation, the new shared model."""
         reduced = self._collect(phase, place)
-        if (place.round + 1) % self.setup.options.sync_every:
-            return
         context, before = self.setup.server(TRAIN, place), self.state.model
+        if not context.synchronises:
+            return
         model = self._aggregate(reduced[self.setup.method.aggregator.name], context)
         for part in self.setup.method.defining("update"):
             of_part = reduced.get(part.name, {})

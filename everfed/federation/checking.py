@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from everfed.core import tree
-from everfed.core.client import Reply, synchronises
+from everfed.core.client import Reply
 from everfed.core.context import Place, Setup
 from everfed.core.handle import Client
 from everfed.core.message import MODEL, Model, Values
@@ -88,7 +88,7 @@ def expected_reply(setup: Setup, phase: Phase, place: Place, model: Model) -> Ex
     `upload` on the server's model; other values that are added up must have the form that most clients send.
     A reply may be as large as 64 models (a collected pool of tasks, say)."""
     reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else setup.method.reducers(phase)
-    silent = phase.name == TRAIN and not synchronises(setup.server(TRAIN, place))
+    silent = phase.name == TRAIN and not setup.server(TRAIN, place).synchronises
     training = phase.name == TRAIN and not silent
     added_up = {f"{p}/{k}" for p, keys in reducers.items() for k, r in keys.items() if not isinstance(r, Collect)}
     outer = phase.when is not When.INSIDE

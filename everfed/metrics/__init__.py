@@ -36,21 +36,9 @@ Over seeds and against the papers (`statistics`, `acceptance`)
     gap, levels                    whether levels are equivalent, differ, or neither is shown
     effect, covers                 whether a method's difference to its baseline is the paper's
     never_compared                 published cells that carry no evidence
-
-Agreement and selection (`alignment`)
-    mean_pairwise_cosine           spatial and temporal angles
-    local_global_gap               accuracy lost by aggregation
-    selection_objective, optimal_objective, objective_ratio
 """
 
 from everfed.metrics.acceptance import covers, effect, gap, levels, never_compared
-from everfed.metrics.alignment import (
-    local_global_gap,
-    mean_pairwise_cosine,
-    objective_ratio,
-    optimal_objective,
-    selection_objective,
-)
 from everfed.metrics.language import (
     all_period_perplexity,
     forgetting_factor,
@@ -118,12 +106,8 @@ __all__ = [
     "learning_accuracy",
     "learning_accuracy_best",
     "levels",
-    "local_global_gap",
     "mean_and_deviation",
-    "mean_pairwise_cosine",
     "never_compared",
-    "objective_ratio",
-    "optimal_objective",
     "over_time",
     "paired_by_seed",
     "paired_difference",
@@ -132,7 +116,6 @@ __all__ = [
     "rounds_to_best",
     "rounds_to_best_per_task",
     "rounds_to_best_sum",
-    "selection_objective",
     "summary",
     "task_curve",
 ]

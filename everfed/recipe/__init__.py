@@ -28,7 +28,7 @@ from everfed.recipe.schema import (
     StreamSection,
     TrainSection,
 )
-from everfed.recipe.settings import Sets, as_entries, parse_set, parse_value
+from everfed.recipe.settings import Sets, as_entries, flat, parse_set, parse_value
 
 __all__ = [
     "CompareSection",
@@ -48,6 +48,7 @@ __all__ = [
     "TrainSection",
     "as_entries",
     "composition",
+    "flat",
     "from_table",
     "parse_set",
     "parse_value",

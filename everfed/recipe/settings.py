@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,3 +131,16 @@ def parse_value(text: str, option: str) -> Any:
             raise RecipeError(f"{option}: {text!r} is not a TOML value: {error}") from error
         return text
     return text if isinstance(value, (datetime.date, datetime.time)) else value
+
+
+def flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    return dict(_flat(table))
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from everfed.errors import UserError
-from everfed.recipe import Recipe, settled
+from everfed.recipe import Recipe, flat, settled
 from everfed.reports.colours import COLOURS, Colours
 from everfed.reports.read import LoggedRun, StoredResult
 
@@ -162,15 +162,6 @@ def _in_effect(text: str) -> dict[str, Any]:
         found["privacy"] = {key: value for key, value in privacy.items() if key in ("secure_aggregation", "dp")}
     if found["monitor"]["kind"] == "none":
         found["monitor"] = {"kind": "none"}
-    return found
-
-
-def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return found
 
 

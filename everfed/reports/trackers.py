@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from everfed.errors import UserError
-from everfed.recipe import Recipe
-from everfed.reports.groups import flat
+from everfed.recipe import Recipe, flat
 
 if TYPE_CHECKING:
     from everfed.core.events import Event, Observer

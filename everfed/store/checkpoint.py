@@ -16,6 +16,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -176,16 +177,10 @@ def latest(folder: Path, store: ClientStore, recipe: str = "") -> RunState | Non
         store.collect({})
         return None
     path = folder / str(found[-1])
-    try:
-        manifest = Manifest.from_json((path / CLIENTS).read_bytes())
-        state = RunState.from_tree(tree.from_bytes(_intact(path / RUN, manifest.run)))
+    with _reading(path):
+        manifest, state = _server_of(path)
         for client, (version, checksum) in manifest.clients.items():
             _intact(store.path(client, version), checksum)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"checkpoint {path} cannot be read ({error}); nothing was changed. Restore the folder from a copy, "
-            "or start the run again in another folder"
-        ) from error
     if manifest.recipe != recipe:
         raise CheckpointError(
             f"checkpoint {path} belongs to another recipe, --scale or stream than the run folder now names; nothing "
@@ -202,11 +197,26 @@ def newest(folder: Path) -> RunState | None:
     if not found:
         return None
     path = folder / str(found[-1])
+    with _reading(path):
+        return _server_of(path)[1]
+
+
+def _server_of(path: Path) -> tuple[Manifest, RunState]:
+    """What a checkpoint holds of the server, and which clients' states belong to it."""
+    manifest = Manifest.from_json((path / CLIENTS).read_bytes())
+    return manifest, RunState.from_tree(tree.from_bytes(_intact(path / RUN, manifest.run)))
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises CheckpointError for a file that is missing or damaged."""
     try:
-        manifest = Manifest.from_json((path / CLIENTS).read_bytes())
-        return RunState.from_tree(tree.from_bytes(_intact(path / RUN, manifest.run)))
+        yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read ({error}); nothing was changed") from error
+        raise CheckpointError(
+            f"checkpoint {path} cannot be read ({error}); nothing was changed. Restore the folder from a copy, "
+            "or start the run again in another folder"
+        ) from error
 
 
 def _intact(path: Path, checksum: str) -> bytes:

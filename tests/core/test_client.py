@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from everfed.core import tree
-from everfed.core.client import OWN, Reply, new_state, run_client, synchronises
+from everfed.core.client import OWN, Reply, new_state, run_client
 from everfed.core.context import Hidden, TrainOptions
 from everfed.core.evaluate import EvalSpec
 from everfed.core.handle import Server
@@ -165,7 +165,7 @@ def test_between_synchronisations_the_weights_stay_on_the_client() -> None:
 @pytest.mark.parametrize(("every", "rounds"), [(1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (3, [2, 5])])
 def test_which_rounds_synchronise(every: int, rounds: list[int]) -> None:
     ctx = Bench(train=TrainOptions(sync_every=every)).context()
-    assert [r for r in range(6) if synchronises(ctx.at(round=r))] == rounds
+    assert [r for r in range(6) if ctx.at(round=r).synchronises] == rounds
 
 
 def test_a_client_scores_what_it_is_asked_for() -> None:

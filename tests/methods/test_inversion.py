@@ -17,7 +17,7 @@ from everfed.methods.generative.inversion import (
     diversity,
     gaussian,
     negative_entropy,
-    normal_divergence,
+    normal_divergences,
     only,
     roughness,
     smoothing,
@@ -25,7 +25,7 @@ from everfed.methods.generative.inversion import (
 
 
 def kl(mean: float, variance: float, other_mean: float, other_variance: float) -> float:
-    return normal_divergence(*(torch.tensor([v]) for v in (mean, variance, other_mean, other_variance))).item()
+    return normal_divergences(*(torch.tensor([v]) for v in (mean, variance, other_mean, other_variance))).item()
 
 
 def at(*probabilities: float, rows: int = 3) -> Tensor:
@@ -74,7 +74,7 @@ def test_every_layer_counts_alike_however_wide_it_is() -> None:
     with batch_statistics(network) as statistics:
         network(torch.randn(9, 2))
     by_layer = [
-        normal_divergence(layer.running_mean, layer.running_var, *seen)
+        normal_divergences(layer.running_mean, layer.running_var, *seen).mean()
         for layer, seen in zip((norms[0], norms[2], norms[3]), statistics.seen, strict=True)
     ]
     assert statistics.divergence().item() == pytest.approx(torch.stack(by_layer).mean().item(), rel=1e-6)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from everfed.core.part import BOUNDARIES, Part
+from everfed.core.method import needs_boundaries
 from everfed.errors import UserError
 from everfed.experiments.leaderboard import pareto, records, tuning
 from everfed.experiments.leaderboard.records import Record
@@ -176,7 +176,7 @@ def facts_of(stream: str, method: str) -> MethodFacts:
     single = dict.fromkeys(value for _, value in seen(built, single=True))
     sees = f"every client's {', '.join(single)}" if single else ""
     return MethodFacts(
-        sees, any(map(_needs_boundaries, built.parts)), any("history" in part.needs() for part in built.parts)
+        sees, any(map(needs_boundaries, built.parts)), any("history" in part.needs() for part in built.parts)
     )
 
 
@@ -210,10 +210,6 @@ def not_run(found: Sequence[Record]) -> list[str]:
 def failures(found: Sequence[Record]) -> list[tuple[str, str]]:
     """(method, reason) of methods without a number on a stream."""
     return [(record["method"], reason) for record in found if (reason := records.problem(record))]
-
-
-def _needs_boundaries(part: Part) -> bool:
-    return BOUNDARIES in part.needs() or any(phase.needs_boundaries for phase in part.phases())
 
 
 def _percent(record: Record, key: str) -> Sortable:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import everfed
 from everfed.errors import UserError
 from everfed.experiments.papers.measures import from_events
-from everfed.recipe import Recipe, settled
+from everfed.recipe import Recipe, flat, settled
 from everfed.recipe import read as read_recipe
 from everfed.store.event_log import read_log
 from everfed.store.files import digest, make_folder, write_atomic
@@ -200,16 +200,3 @@ def _place(record: Record, number: int) -> Path:
     precision = record["environment"].get("precision", "fp32")
     name = f"{record['method']}-{record['seed']}-{precision}-{record['recipe_hash'][:8]}"
     return Path(record["recipe"].replace("/", "-")) / f"{name}{f'.{number}' if number > 1 else ''}.json"
-
-
-def flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    return dict(_flat(table))
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -117,13 +117,8 @@ def batch_statistics(module: nn.Module) -> Iterator[Statistics]:
             handle.remove()
 
 
-def normal_divergence(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
-    """Mean over channels of KL(N(mean, variance) || N(other_mean, other_variance)), each (C,)."""
-    return normal_divergences(mean, variance, other_mean, other_variance).mean()
-
-
 def normal_divergences(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
-    """The same channel by channel, (C,)."""
+    """(C,) KL(N(mean, variance) || N(other_mean, other_variance)) of every channel, each (C,)."""
     variance, other_variance = variance + VARIANCE_EPS, other_variance + VARIANCE_EPS
     distance = (variance + (mean - other_mean).square()) / other_variance
     return 0.5 * ((other_variance / variance).log() + distance - 1.0)

@@ -6,26 +6,14 @@ semidefinite (or nearly), pairwise exchanges where the diagonal was removed and 
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import numpy as np
-from torch import Tensor, from_numpy
-
-Vector = TypeVar("Vector", np.ndarray, Tensor)
 
 
-def project_capped_simplex(y: Vector, n: int) -> Vector:
+def project(y: np.ndarray, n: int) -> np.ndarray:
     """The point of {0 <= x <= 1, sum x = n} nearest to `y`, exactly (no tolerance, O(m log m)).
 
-    y: (m,) finite numbers, array or tensor. n: whole number, 0 <= n <= m.
-    Returns (m,) float64 of the same kind (and device) as `y`; |sum - n| stays at rounding level.
+    y: (m,) finite float64. n: whole number, 0 <= n <= m. |sum - n| stays at rounding level.
     """
-    if isinstance(y, Tensor):
-        return from_numpy(_project(y.detach().cpu().double().numpy(), n)).to(y.device)
-    return _project(np.asarray(y, dtype=np.float64), n)
-
-
-def _project(y: np.ndarray, n: int) -> np.ndarray:
     _check_projection(y, n)
     if n in (0, len(y)):
         return np.full(len(y), float(n > 0))
@@ -79,7 +67,7 @@ def accelerated_projected_gradient(
     x, qx = start, gram @ start
     z, qz, momentum = x, qx, 1.0
     for _ in range(limit):
-        new = _project(z - (qz - linear) / curvature, n)  # step 1/L, L = 2 * curvature
+        new = project(z - (qz - linear) / curvature, n)  # step 1/L, L = 2 * curvature
         q_new = gram @ new
         moved, q_moved = new - x, q_new - qx
         rises = moved @ (qx + q_new - 2 * linear) >= 0  # f(new) - f(x), without the cancellation of two values
@@ -131,7 +119,7 @@ def _exchange_step(slope: float, cosine: float, room: float) -> float:
 
 def noisy_uniform(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
     """(m,) n/m everywhere, plus a little noise: the uniform point itself can be a saddle where descent never starts."""
-    return _project(n / m + 1e-3 * rng.standard_normal(m), n)
+    return project(n / m + 1e-3 * rng.standard_normal(m), n)
 
 
 def largest(values: np.ndarray, n: int) -> np.ndarray:
