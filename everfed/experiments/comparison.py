@@ -13,8 +13,8 @@ from typing import Any
 
 from everfed.experiments.jobs import Outcome
 from everfed.metrics.scores import METRICS, PERCENT, Score, plain_text, score_of
-from everfed.metrics.statistics import PairedDifference, mean_and_deviation, paired_difference
-from everfed.reports.formats import clock, markdown_table, size
+from everfed.metrics.statistics import PairedDifference, mean_and_deviation, paired_by_seed
+from everfed.reports.formats import clock, markdown_table, size, with_deviation
 from everfed.reports.result import Result, as_frame, html_table, plot
 from everfed.store.files import write_atomic
 
@@ -73,11 +73,8 @@ def rows(outcomes: Sequence[Outcome], baseline: str = "") -> list[TableRow]:
 
 def _difference(ours: Sequence[Outcome], theirs: Sequence[Outcome]) -> PairedDifference | None:
     """Of the main score, over the seeds that both have finished; None where these are fewer than two."""
-    mine, other = _main_by_seed(ours), _main_by_seed(theirs)
-    common = sorted(mine.keys() & other.keys())
-    if len(common) < 2:
-        return None
-    return paired_difference([mine[seed] for seed in common], [other[seed] for seed in common])
+    found = paired_by_seed(_main_by_seed(ours), _main_by_seed(theirs))
+    return found if found is not None and found.count > 1 else None
 
 
 def _main_by_seed(outcomes: Sequence[Outcome]) -> dict[int, float]:
@@ -142,9 +139,11 @@ def _difference_text(difference: PairedDifference | None, score: Score) -> str:
 def _text(spread: dict[str, float] | None, kind: str) -> str:
     if spread is None:
         return "-"
-    scale, text = (100, "{:.2f}".format) if kind == PERCENT else (1, plain_text)
-    mean = text(scale * spread["mean"])
-    return mean if spread["count"] == 1 else f"{mean} ± {text(scale * spread['deviation'])}"
+    scale, most = (100, 2) if kind == PERCENT else (1, 6)
+    mean, deviation = scale * spread["mean"], scale * spread["deviation"]
+    if spread["count"] == 1:
+        return f"{mean:.2f}" if kind == PERCENT else plain_text(mean)
+    return with_deviation(mean, deviation, most=most if deviation else 2)
 
 
 def as_dict(found: Sequence[TableRow]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from everfed.reports.series import ClassMix, ClientGrid, Line
 UNITS = 1000
 DASHES = ("", "7 4", "2 3", "9 3 2 3")
 DOTS_UP_TO = 40  # points of a line that are marked one by one
+TICK_SIGN = 0.49  # rem: the width of a sign of a tick, in a wide font
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ class Marks:
 def figure(title: str, body: Html, about: Child = None, name: str = "", notes: Sequence[str] = ()) -> Html:
     """A figure with its title, a description and notes."""
     paragraphs = [tag("p", text, class_="note") for text in notes]
-    caption = tag("figcaption", tag("h3", title), tag("p", about) if about else None)
+    save = [tag("button", kind, type="button", data_save=kind, title=f"save as {kind}") for kind in ("SVG", "PNG")]
+    buttons = None if is_missing(body) else tag("div", *save, class_="save")
+    caption = tag("figcaption", buttons, tag("h3", title), tag("p", about) if about else None)
     return tag("figure", caption, body, *paragraphs, class_="chart", data_figure=name or None)
 
 
@@ -183,13 +186,17 @@ def lines(
         tag("div", x.name, class_="x-name"),
         tag("output", class_="reading", aria_live="polite"),
         class_="plot",
+        style=f"--t:{max(len(y.text(t)) for t in y_ticks) * TICK_SIGN + 0.6:.1f}rem",
     )
     return join(legend(found) if with_legend else None, plot)
 
 
 def legend(found: Sequence[Line]) -> Html:
-    """The lines' names; each is a button that hides its line."""
-    return tag("ul", *(_legend_entry(line, style) for line, style in _styled(found)), class_="legend")
+    """The lines' names; each is a button that hides its line, and one more hides the bands."""
+    entries = [_legend_entry(line, style) for line, style in _styled(found)]
+    if any(line.low for line in found):
+        entries.append(tag("li", tag("button", "bands", type="button", data_bands=True, aria_pressed="true")))
+    return tag("ul", *entries, class_="legend")
 
 
 def _styled(found: Sequence[Line]) -> list[tuple[Line, int]]:
@@ -244,8 +251,9 @@ def _legend_entry(line: Line, style: int) -> Html:
         style=_colour(style),
         aria_hidden="true",
     )
-    seeds = f" ({line.seeds} seeds)" if line.seeds > 1 else ""
-    button = tag("button", swatch, f"{line.label}{seeds}", type="button", data_line=line.label, aria_pressed="true")
+    said = ", ".join(part for part in (f"{line.seeds} seeds" if line.seeds > 1 else "", line.note) if part)
+    text = f"{line.label} ({said})" if said else line.label
+    button = tag("button", swatch, text, type="button", data_line=line.label, aria_pressed="true")
     return tag("li", button)
 
 

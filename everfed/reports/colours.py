@@ -7,14 +7,15 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable
 
-# The same hues twice: darker for light ground, lighter for dark ground.
+# Similar hues twice, darker for light ground, lighter for dark ground. A search made the least distance of two of them
+# (OKLab) large, for readers with red-green blindness, too; tests/reports/test_groups.py holds that distance.
 ON_LIGHT = (
-    *("#1764ab", "#b35900", "#0b7a53", "#b3246b", "#6a4bbf"),
-    *("#00788a", "#8a5a2b", "#b3261e", "#5f6b00", "#56616e"),
+    *("#526ffb", "#d42130", "#0c7219", "#bf5fc9", "#bd7c31"),
+    *("#2d918e", "#920864", "#241bc5", "#6e3616", "#08629c"),
 )
 ON_DARK = (
-    *("#6cb2f5", "#f5a04b", "#4fc99a", "#f07ab5", "#ab97f0"),
-    *("#4cc5d6", "#cfa06d", "#f58a82", "#b9c644", "#a9b4c0"),
+    *("#167afa", "#ee092f", "#91d54e", "#c136ce", "#f8d193"),
+    *("#089772", "#ef90ae", "#a193fc", "#dd9314", "#89d7f9"),
 )
 LIGHT = {
     "ground": "#ffffff",
@@ -66,26 +67,24 @@ def _block(scheme: str, page: dict[str, str], methods: tuple[str, ...]) -> str:
     return f"color-scheme:{scheme};" + "".join(f"--{name}:{value};" for name, value in named.items())
 
 
-COLOURS = 10
-FIRST_COLOURS = 6  # the most distinct ones; the others are used when these are taken
+COLOURS = len(ON_LIGHT)
 
 
 class Colours:
     """The colour of each method, and the dash of each of its variants on a stream. Both stay once assigned, and a
-    method prefers the same colour in every report."""
+    method prefers the same colour everywhere."""
 
     def __init__(self) -> None:
         self._methods: dict[str, int] = {}
         self._variants: dict[tuple[str, str, str], int] = {}
 
     def assign(self, named: Iterable[tuple[str, str, str]]) -> None:
-        """Of (method, stream, experiment)s, in an order that does not depend on theirs."""
-        fresh = sorted(set(named) - set(self._variants))
-        for method, _, _ in fresh:
+        """Of (method, stream, experiment)s, in their order."""
+        for method, stream, which in named:
             if method not in self._methods:
-                self._methods[method] = self._free(zlib.crc32(method.encode()) % FIRST_COLOURS)
-        for method, stream, which in fresh:
-            self._variants[method, stream, which] = self._dashed(self._methods[method], stream)
+                self._methods[method] = self._free(zlib.crc32(method.encode()) % COLOURS)
+            if (method, stream, which) not in self._variants:
+                self._variants[method, stream, which] = self._dashed(self._methods[method], stream)
 
     def of(self, method: str, stream: str = "", which: str = "") -> int:
         """0, 1, ...: the colour is the rest of a division by COLOURS, the dash the quotient."""
@@ -100,5 +99,4 @@ class Colours:
     def _free(self, wish: int) -> int:
         """The wished colour, or the next of those that the fewest methods have."""
         uses = Counter(self._methods.values())
-        wishes = [(wish + i) % FIRST_COLOURS for i in range(FIRST_COLOURS)]
-        return min([*wishes, *range(FIRST_COLOURS, COLOURS)], key=lambda colour: uses[colour])
+        return min(((wish + i) % COLOURS for i in range(COLOURS)), key=lambda colour: uses[colour])

@@ -28,7 +28,7 @@ from everfed.reports.charts import PieceColours
 from everfed.reports.colours import Colours, variables
 from everfed.reports.figures import View
 from everfed.reports.formats import Html, join, tag
-from everfed.reports.groups import dataset, differing, facts, grouped, short_key, variant
+from everfed.reports.groups import assigned, dataset, differing, facts, grouped, short_key
 from everfed.reports.read import DEPTH, LoggedRun, StoredResult, read_recipe, read_result, read_run, read_settings
 from everfed.store.event_log import Tail
 from everfed.store.files import write_atomic
@@ -124,14 +124,15 @@ class Watched:
 
 
 def status(watched: Watched, now: float) -> str:
-    """finished, running, silent (no event for long), failed, interrupted, waiting (no event yet) or unreadable."""
+    """finished, running, silent (no event for long), failed, diverged, interrupted, waiting (no event yet) or
+    unreadable."""
     log = watched.tail.log
     if watched.problem:
         return "unreadable"
     if watched.result is not None:
         return "finished"
     if log.failed or log.interrupted:
-        return "failed" if log.failed else "interrupted"
+        return "diverged" if watched.run.diverged else "failed" if log.failed else "interrupted"
     if log.last_time is None:
         return "waiting"
     return "running" if now - log.last_time <= max(QUIET_AFTER, 5 * log.slowest) else "silent"
@@ -156,7 +157,7 @@ def summary(watched: Watched, now: float) -> dict[str, Any]:
         "done": run.rounds_done,
         "score": run.score if run.scored else "",
         **_how_scored(run),
-        "acc": _last_score(run),
+        "acc": run.last_score,
         "forgetting": _last_forgetting(run),
         "loss": log.loss,
         "faults": len(log.faults),
@@ -174,13 +175,6 @@ def _how_scored(run: LoggedRun) -> dict[str, Any]:
     """How the table prints the scores: a heading, and whether they are fractions."""
     score = score_of(run.score)
     return {"heading": score.short, "percent": score.kind == PERCENT}
-
-
-def _last_score(run: LoggedRun) -> float | None:
-    if run.result is not None:
-        return run.result.metrics.get(score_of(run.score).main)
-    latest = max(run.log.evaluations, default=None)
-    return None if latest is None else run.log.evaluations[latest].score
 
 
 def _last_forgetting(run: LoggedRun) -> float | None:
@@ -355,9 +349,10 @@ class Dashboard:
             return join(*(self._drawn(name if len(parts) > 1 else "", own, kinds, view) for name, own in parts))
 
     def _drawn(self, name: str, runs: Sequence[LoggedRun], kinds: Sequence[str], view: View) -> Html:
-        groups = grouped(runs, self.colours).groups
+        grouping = grouped(runs, self.colours)
+        groups, notes = grouping.groups, [tag("p", note, class_="note") for note in grouping.notes]
         drawn = figures.panels(kinds, groups, view) if len(kinds) > 1 else figures.curve(kinds[0], groups, view)
-        return tag("section", tag("h3", name, class_="data-name") if name else None, drawn, class_="data-set")
+        return tag("section", tag("h3", name, class_="data-name") if name else None, drawn, *notes, class_="data-set")
 
     def run(self, name: str) -> dict[str, Any]:
         """One run in full: its summary, and sections of HTML by name, so that a page can replace what changed."""
@@ -368,7 +363,9 @@ class Dashboard:
     def report(self, names: Sequence[str]) -> str:
         """The report, read from the folders again: the lock of the live index is not held meanwhile."""
         watched = self._chosen(names, MOST_REPORTED)
-        return html.render([read_run(run.folder, run.name, self.index.guard.open) for run in watched])
+        with self.index.lock:
+            self._assign_colours()
+        return html.render([read_run(run.folder, run.name, self.index.guard.open) for run in watched], "", self.colours)
 
     def _chosen(self, names: Sequence[str], most: int) -> list[Watched]:
         names = list(dict.fromkeys(names))
@@ -381,7 +378,7 @@ class Dashboard:
 
     def _assign_colours(self) -> None:
         """Of all runs, so that a colour does not depend on the runs that are shown."""
-        self.colours.assign(variant(run.run) for run in self.index.runs.values() if run.recipe_text)
+        assigned([run.run for run in self.index.runs.values() if run.recipe_text], self.colours)
 
     def _sections(self, watched: Watched) -> dict[str, str]:
         """What is known of a run now; figures without data are left out while it goes on."""

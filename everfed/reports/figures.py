@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from everfed.metrics.scores import Score, score_of
 from everfed.reports import charts, formats, series
 from everfed.reports.charts import Axis, Bar, Marks, PieceColours
 from everfed.reports.formats import NOTHING, Html, join, tag
-from everfed.reports.groups import SeedGroup
+from everfed.reports.groups import SeedGroup, score
 from everfed.reports.read import LoggedRun
 from everfed.store.run import RunFolder
 
@@ -181,11 +180,6 @@ def axis(spec: Curve, groups: Sequence[SeedGroup]) -> Axis:
     return Axis(spec.y.name.format(score=measured.title))
 
 
-def score(groups: Sequence[SeedGroup]) -> Score:
-    """The score of the runs, from the first one that has reported it."""
-    return score_of(next((run.score for group in groups for run in group.runs if run.scored), "accuracy"))
-
-
 def _tasks(groups: Sequence[SeedGroup]) -> Marks:
     found = series.boundaries([run for group in groups for run in group.runs])
     return Marks([(f"task {task}", first) for task, first in found])
@@ -194,7 +188,9 @@ def _tasks(groups: Sequence[SeedGroup]) -> Marks:
 def _curve_notes(found: Sequence[series.Line]) -> list[str]:
     notes = []
     if any(line.seeds > 1 for line in found):
-        notes.append("Bands: mean ± one population deviation over seeds, as far as every seed has come.")
+        notes.append("Bands: mean ± one population deviation over seeds.")
+    if any("shortest" in line.note for line in found):
+        notes.append("A mean ends where the first of its seeds ends.")
     thinned = [line for line in found if line.of > len(line)]
     if thinned:
         of = max(line.of for line in thinned)
@@ -210,7 +206,8 @@ def accuracy_matrix(group: SeedGroup) -> Html:
     measured = score([group])
     title = f"{measured.title} by task: {group.label}"
     if not entries:
-        return charts.missing(title, "No task has ended yet.")
+        diverged = any(run.diverged for run in group.runs)
+        return charts.missing(title, "Diverged before a task ended." if diverged else "No task has ended yet.")
     seeds = len(group.finished or group.runs)
     about = f"Row: after which task; column: on which task{'' if seeds == 1 else f'; mean of {seeds} seeds'}."
     in_per_cent = " In per cent." if measured.unit else ""

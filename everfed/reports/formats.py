@@ -15,6 +15,14 @@ def percent(fraction: float, digits: int = 2) -> str:
     return f"{100 * fraction:.{digits}f}"
 
 
+def with_deviation(mean: float, deviation: float, plus_minus: str = " ± ", most: int = 2) -> str:
+    """As "58.6 ± 5.5": two significant digits of the deviation, as many decimals of the mean, at most `most`."""
+    decimals = most
+    if deviation > 0:
+        decimals = min(most, max(0, 1 - int(f"{deviation:.1e}".partition("e")[2])))
+    return f"{mean:.{decimals}f}{plus_minus}{deviation:.{decimals}f}"
+
+
 def size(count: float) -> str:
     """Bytes in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from everfed.errors import UserError
+from everfed.metrics.scores import Score, score_of
+from everfed.metrics.statistics import mean_and_deviation
 from everfed.recipe import Recipe, flat, settled
+from everfed.reports import formats
 from everfed.reports.colours import COLOURS, Colours
 from everfed.reports.read import LoggedRun, StoredResult
 
@@ -41,28 +45,49 @@ class SeedGroup:
 
 @dataclass(frozen=True)
 class Grouping:
-    """groups: in the order in which their first runs were named; notes: caveats for the reader."""
+    """groups: the best score first, those without a finished run last; notes: caveats for the reader."""
 
     groups: tuple[SeedGroup, ...]
     notes: tuple[str, ...]
 
 
 def grouped(runs: Sequence[LoggedRun], colours: Colours | None = None) -> Grouping:
-    """Runs by experiment. A seed that was run twice counts once, with a note."""
+    """Runs by experiment, the best score first. A seed that was run twice counts once, with a note."""
     by_key: dict[str, list[LoggedRun]] = {}
     for run in runs:
         by_key.setdefault(experiment(run), []).append(run)
     notes: list[str] = []
     members = [_one_per_seed(found, notes) for found in by_key.values()]
     firsts = [found[0] for found in members]
-    chosen = colours or Colours()
-    chosen.assign(map(variant, runs))
+    chosen = colours or assigned(runs)
     numbers = _distinct([chosen.of(*variant(run)) for run in firsts])
-    groups = (
+    groups = [
         SeedGroup(label, number, tuple(found))
         for label, number, found in zip(_labels(firsts), numbers, members, strict=True)
-    )
-    return Grouping(tuple(groups), (*notes, *_scale_notes(firsts), *_stream_notes(firsts)))
+    ]
+    groups.sort(key=_rank, reverse=True)
+    return Grouping(tuple(groups), (*notes, *_scale_notes(firsts), *_stream_notes(firsts), *_seed_notes(groups)))
+
+
+def score(groups: Sequence[SeedGroup]) -> Score:
+    """The score of the runs, from the first one that has reported it."""
+    return score_of(next((run.score for group in groups for run in group.runs if run.scored), "accuracy"))
+
+
+def _rank(group: SeedGroup) -> tuple[bool, float]:
+    """The better, the higher: the mean over finished runs, or of what the others have come to."""
+    runs = group.finished or group.runs
+    known = [value for run in runs if (value := run.last_score) is not None]
+    return bool(group.finished), score([group]).better * mean_and_deviation(known).mean if known else -math.inf
+
+
+def assigned(runs: Iterable[LoggedRun], colours: Colours | None = None) -> Colours:
+    """Colours by the order in which runs began: a report and a dashboard of the same folder agree, and a run that is
+    added later changes none of them."""
+    chosen = colours or Colours()
+    began = sorted(runs, key=lambda run: (math.inf if run.log.first_time is None else run.log.first_time, run.name))
+    chosen.assign(map(variant, began))
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -78,20 +103,27 @@ class StreamRuns:
         return self.grouping.groups
 
 
-def by_stream(runs: Sequence[LoggedRun]) -> list[StreamRuns]:
+def by_stream(runs: Sequence[LoggedRun], colours: Colours | None = None) -> list[StreamRuns]:
     """Runs by the stream they are on, in the order in which the first of each was named. Methods keep their colours
     from stream to stream."""
-    colours = Colours()
-    colours.assign(map(variant, runs))
+    colours = assigned(runs, colours)
     found: dict[str, list[LoggedRun]] = {}
     for run in runs:
         found.setdefault(stream_of(run), []).append(run)
     firsts = [own[0] for own in found.values()]
     names = [_stream_name(first, firsts) for first in firsts]
     return [
-        StreamRuns(_unique(name, names[:i]), tuple(own), grouped(own, colours))
+        _stream_runs(_unique(name, names[:i]), own, colours)
         for i, (name, own) in enumerate(zip(names, found.values(), strict=True))
     ]
+
+
+def _stream_runs(name: str, own: Sequence[LoggedRun], colours: Colours) -> StreamRuns:
+    """Its runs are in the order of their groups; those that do not count come last."""
+    grouping = grouped(own, colours)
+    counted = [run for group in grouping.groups for run in group.runs]
+    known = set(map(id, counted))
+    return StreamRuns(name, (*counted, *(run for run in own if id(run) not in known)), grouping)
 
 
 def _stream_name(run: LoggedRun, firsts: Sequence[LoggedRun]) -> str:
@@ -249,3 +281,16 @@ def _stream_notes(firsts: Sequence[LoggedRun]) -> list[str]:
     if not found:
         return []
     return [f"These runs are not all on the same stream ({', '.join(found)} differ): their scores do not compare."]
+
+
+def _seed_notes(groups: Sequence[SeedGroup]) -> list[str]:
+    """Means over different seeds differ by the seeds, too."""
+    by_seeds: dict[tuple[int, ...], list[str]] = {}
+    for group in groups:
+        by_seeds.setdefault(tuple(sorted({run.seed for run in group.runs})), []).append(group.label)
+    if len(by_seeds) < 2:
+        return []
+    listed = "; ".join(
+        f"{formats.listed(list(map(str, seeds)))} of {formats.listed(own)}" for seeds, own in by_seeds.items()
+    )
+    return [f"Seeds differ, so means are not over the same draws: {listed}."]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import resources
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from everfed.errors import UserError
 from everfed.metrics.scores import score_of
 from everfed.reports import figures, formats, paper, tables
 from everfed.reports.charts import PieceColours
-from everfed.reports.colours import variables
+from everfed.reports.colours import Colours, variables
 from everfed.reports.formats import Html, join, tag
 from everfed.reports.groups import SeedGroup, StreamRuns, by_stream
 from everfed.reports.paper import file_name
@@ -78,7 +78,7 @@ def write(
 
 
 def _write_tables(tables: Sequence[ReportTable], folder: Path) -> None:
-    for table in tables:
+    for table in filter(lambda table: table.rows, tables):
         for suffix, text in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
             _write_text(folder / f"{table.name}.{suffix}", text(table))
 
@@ -88,9 +88,9 @@ def _write_text(path: Path, text: str) -> None:
     write_atomic(path, text.encode(), shared=True)
 
 
-def render(runs: Sequence[LoggedRun], title: str = "") -> str:
-    """The whole page. title: of the user's choice."""
-    streams = by_stream(runs)
+def render(runs: Sequence[LoggedRun], title: str = "", colours: Colours | None = None) -> str:
+    """The whole page. title: of the user's choice. colours: of methods, where they have some already."""
+    streams = by_stream(runs, colours)
     title = title or _subject(streams)
     head = tag(
         "head",
@@ -100,7 +100,7 @@ def render(runs: Sequence[LoggedRun], title: str = "") -> str:
         tag("title", title),
         tag("style", Html(variables() + asset("page.css"))),
     )
-    parts = _parts(runs, streams)
+    parts = _parts(streams)
     body = tag(
         "body",
         tag("a", "Skip to the report", href="#main", class_="skip"),
@@ -114,7 +114,7 @@ def render(runs: Sequence[LoggedRun], title: str = "") -> str:
 
 def the_tables(runs: Sequence[LoggedRun], groups: Sequence[SeedGroup]) -> list[ReportTable]:
     """All tables about the runs of one stream, in their order."""
-    several = [tables.comparison(groups), tables.cost(groups), tables.bytes_by_part(groups)]
+    several = [tables.comparison(groups), tables.cost(groups), tables.bytes_by_part(groups), tables.paired(groups)]
     return [*several, tables.accuracy_matrices(groups), tables.runs(runs)]
 
 
@@ -167,18 +167,20 @@ def _header(title: str, runs: Sequence[LoggedRun], streams: Sequence[StreamRuns]
     return tag("header", button, tag("h1", title), lead, tag("p", known, class_="note"), overview, *notes)
 
 
-def _parts(runs: Sequence[LoggedRun], streams: Sequence[StreamRuns]) -> list[Chapter]:
+def _parts(streams: Sequence[StreamRuns]) -> list[Chapter]:
     """The chapters: of one stream its sections, of several one chapter each; then all runs one by one."""
     pieces = PieceColours()
     chapters = [(stream.name, _stream_parts(stream, pieces)) for stream in streams]
     single = len(chapters) == 1
     parts = chapters[0][1] if single else [Chapter(name, parts=inner) for name, inner in chapters]
-    return [*parts, Chapter("Runs", [tables.to_html(tables.runs(runs), titled=False), *_run_details(runs)])]
+    ordered = [run for stream in streams for run in stream.runs]
+    listed = replace(tables.runs(ordered), anchors=tuple(f"run-{i}" for i in range(1, len(ordered) + 1)))
+    return [*parts, Chapter("Runs", [tables.to_html(listed, titled=False), *_run_details(ordered)])]
 
 
 def _stream_parts(stream: StreamRuns, pieces: PieceColours) -> list[Chapter]:
     groups = stream.groups
-    comparison, cost, by_part, *_ = the_tables(stream.runs, groups)
+    comparison, cost, by_part, paired, *_ = the_tables(stream.runs, groups)
     # a plot by round would repeat the plot by task where scores were measured at the ends of tasks alone
     by_round = [] if figures.only_task_ends(groups) else [figures.curve("acc", groups)]
     measured = figures.measured(groups)
@@ -188,6 +190,7 @@ def _stream_parts(stream: StreamRuns, pieces: PieceColours) -> list[Chapter]:
             "Results",
             [
                 tables.to_html(comparison, titled=False),
+                *([tables.to_html(paired)] if paired.rows else []),
                 _two(figures.curve("acc_t", groups), figures.curve("forgetting", groups)),
             ],
         ),
@@ -209,14 +212,17 @@ def _two(*figures: Html) -> Html:
     return tag("div", *figures, class_="two")
 
 
-def _folded(title: str, *children: Html, opened: bool = False) -> Html:
-    return tag("details", tag("summary", title), *children, open=opened)
+def _folded(title: str, *children: Html, opened: bool = False, anchor: str | None = None) -> Html:
+    return tag("details", tag("summary", title), *children, open=opened, id=anchor)
 
 
 def _run_details(runs: Sequence[LoggedRun]) -> list[Html]:
     """Runs one by one. A figure that an earlier run already has (methods share their streams) is not repeated."""
     seen: dict[str, str] = {}
-    return [_folded(run.name, *run_sections(run, seen), opened=len(runs) == 1) for run in runs]
+    return [
+        _folded(run.name, *run_sections(run, seen), opened=len(runs) == 1, anchor=f"run-{i}")
+        for i, run in enumerate(runs, start=1)
+    ]
 
 
 def run_sections(run: LoggedRun, seen: dict[str, str] | None = None) -> list[Html]:
@@ -248,7 +254,8 @@ def facts(run: LoggedRun, left: float | None = None) -> Html:
     """State, place and environment. left: seconds until a run that goes on is finished."""
     result = run.result
     going_on = f"running, round {run.rounds_done:,} of {run.rounds:,}"
-    known: dict[str, str] = {"state": tables.state(run) if left is None else going_on}
+    known: dict[str, str] = _scores(run) if result is not None else {}
+    known |= {"state": tables.state(run) if left is None else going_on}
     if result is None:
         known |= _now(run, left)
     known["folder"] = str(run.folder)
@@ -261,6 +268,14 @@ def facts(run: LoggedRun, left: float | None = None) -> Html:
         known |= {"everfed": result.everfed, **{key: str(value) for key, value in result.environment.items()}}
     pairs = [tag("div", tag("dt", key), tag("dd", value)) for key, value in known.items()]
     return tag("dl", *pairs, class_="facts")
+
+
+def _scores(run: LoggedRun) -> dict[str, str]:
+    """The score of a finished run, and what it has forgotten."""
+    score = score_of(run.score)
+    metrics = run.result.metrics if run.result else {}
+    named = ((score.main, score.title), (score.lost, "forgetting"))
+    return {name: score.text(value) for key, name in named if (value := metrics.get(key)) is not None}
 
 
 def _now(run: LoggedRun, left: float | None) -> dict[str, str]:

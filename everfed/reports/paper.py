@@ -10,7 +10,7 @@ from everfed.errors import UserError
 from everfed.reports import figures, series
 from everfed.reports.charts import Axis
 from everfed.reports.colours import COLOURS, ON_LIGHT
-from everfed.reports.groups import SeedGroup
+from everfed.reports.groups import SeedGroup, score
 from everfed.reports.read import LoggedRun
 
 SIZE = (5.0, 3.2)  # inches
@@ -122,8 +122,8 @@ def _matrix(group: SeedGroup) -> Any | None:
     entries = series.mean_matrix(group.finished or group.runs)
     if not entries:
         return None
-    score = figures.score([group])
-    name, unit = score.title, score.unit
+    measured = score([group])
+    name, unit = measured.title, measured.unit
     scale = 100 if unit == "%" else 1
     values = [[float("nan") if entry is None else scale * entry[0] for entry in row] for row in entries]
     figure, axes = _axes((4.0, 3.4))

@@ -11,6 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from everfed.core.events import Diverged
+from everfed.metrics.scores import score_of
 from everfed.store.event_log import Log, Opener, ScoredRound, open_file, read_log
 from everfed.store.run import RECIPE, RESULT, SETTINGS, RunError
 
@@ -96,6 +98,19 @@ class LoggedRun:
     def scored(self) -> bool:
         """Is the score known?"""
         return self.result is not None or bool(self.log.score)
+
+    @property
+    def last_score(self) -> float | None:
+        """The main metric of a finished run, or the score that was measured last."""
+        if self.result is not None:
+            return self.result.metrics.get(score_of(self.score).main)
+        found = self.evaluations()
+        return found[-1].score if found else None
+
+    @property
+    def diverged(self) -> bool:
+        """Did it end because a loss or parameter was no longer finite?"""
+        return self.log.failed and self.log.notes[-1].message.startswith(Diverged.__name__)
 
     @property
     def rounds(self) -> int:

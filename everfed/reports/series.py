@@ -25,7 +25,7 @@ ROWS = 120  # rows of the participation grid at most
 @dataclass(frozen=True)
 class Line:
     """y over x; low and high: mean less and plus one population deviation over `seeds` runs, None for a single run.
-    of: how many points the curve had before it was thinned."""
+    of: how many points the curve had before it was thinned. note: what a reader of the legend must know."""
 
     label: str
     colour: int
@@ -35,6 +35,7 @@ class Line:
     high: tuple[float, ...] | None = None
     seeds: int = 1
     of: int = 0
+    note: str = ""
 
     def __len__(self) -> int:
         return len(self.x)
@@ -57,7 +58,7 @@ def thinned(line: Line, limit: int = POINTS) -> Line:
     keep = thin(line.y, limit)
     low, high = (None if band is None else tuple(band[i] for i in keep) for band in (line.low, line.high))
     x, y = (tuple(values[i] for i in keep) for values in (line.x, line.y))
-    return Line(line.label, line.colour, x, y, low, high, line.seeds, len(line))
+    return replace(line, x=x, y=y, low=low, high=high, of=len(line))
 
 
 # one run: {x: y} ---------------------------------------------------------------------------------------------------
@@ -184,10 +185,20 @@ def _mean_line(group: SeedGroup, curves: Sequence[tuple[Points, Points]]) -> Lin
     x = tuple(mean_and_deviation([places[key] for _, places in curves]).mean for key in common)
     spreads = [mean_and_deviation([curve[key] for curve, _ in curves]) for key in common]
     y = tuple(spread.mean for spread in spreads)
+    note = ", ".join(_notes(group, [curve for curve, _ in curves], common[-1]))
     if len(curves) == 1:
-        return Line(group.label, group.colour, x, y)
+        return Line(group.label, group.colour, x, y, note=note)
     low, high = (tuple(s.mean + sign * s.deviation for s in spreads) for sign in (-1, 1))
-    return Line(group.label, group.colour, x, y, low, high, len(curves))
+    return Line(group.label, group.colour, x, y, low, high, len(curves), note=note)
+
+
+def _notes(group: SeedGroup, curves: Sequence[Points], end: float) -> Iterator[str]:
+    """What the line does not show: seeds that went further than the others, and those that diverged."""
+    if any(max(curve) > end for curve in curves):
+        yield "up to the shortest"
+    diverged = sum(run.diverged for run in group.runs)
+    if diverged:
+        yield "diverged" if diverged == len(group.runs) else f"{diverged} diverged"
 
 
 def run_lines(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from everfed.metrics.scores import METRICS, Score, ShownMetric, score_of
-from everfed.metrics.statistics import Spread, mean_and_deviation
-from everfed.reports import figures, formats
+from everfed.metrics.statistics import Spread, mean_and_deviation, paired_by_seed
+from everfed.reports import formats
 from everfed.reports.formats import Html, markdown_table, tag
-from everfed.reports.groups import SeedGroup, StreamRuns, facts
+from everfed.reports.groups import SeedGroup, StreamRuns, facts, score
 from everfed.reports.read import LoggedRun, StoredResult
 from everfed.reports.series import mean_matrix
 
 NONE = "–"
+DIVERGED = "diverged"
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,14 @@ Cell = str | float | Spread | None
 
 @dataclass(frozen=True)
 class ReportTable:
-    """name: of its files. rows hold one cell per column."""
+    """name: of its files. rows hold one cell per column. anchors: of each row, where its first cell leads to."""
 
     name: str
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
+    anchors: tuple[str, ...] = ()
 
     def best(self, column: int) -> set[int]:
         """The rows with the best value, where one way is better and rows differ."""
@@ -75,8 +78,11 @@ def cell_text(cell: Cell, kind: str, plus_minus: str = " ± ") -> str:
         return cell
     text = _TEXT[kind]
     if isinstance(cell, Spread):
-        shown = cell.count > 1 and kind in ("percent", "plain")
-        return text(cell.mean) + (plus_minus + text(cell.deviation) if shown else "")
+        if cell.count > 1 and kind == "percent":
+            return formats.with_deviation(100 * cell.mean, 100 * cell.deviation, plus_minus)
+        if cell.count > 1 and kind == "plain" and cell.deviation:
+            return formats.with_deviation(cell.mean, cell.deviation, plus_minus, most=6)
+        return text(cell.mean)
     return text(float(cell))
 
 
@@ -163,20 +169,28 @@ def to_html(table: ReportTable, titled: bool = True) -> Html:
     best = [table.best(i) for i in range(len(table.columns))]
     head = tag("tr", *(tag("th", _heading(c), scope="col", class_=_kind_class(c)) for c in table.columns))
     rows = [
-        tag("tr", *(_html_cell(cell, table.columns[i], i, r in best[i]) for i, cell in enumerate(row)))
+        tag(
+            "tr",
+            _html_head(row[0], table.anchors[r] if table.anchors else ""),
+            *(_html_cell(cell, table.columns[i], r in best[i]) for i, cell in enumerate(row[1:], start=1)),
+        )
         for r, row in enumerate(table.rows)
     ]
     note = tag("p", table.note, class_="note") if table.note else None
     grid = tag(
         "table", tag("caption", table.title) if titled else None, tag("thead", head), tag("tbody", *rows), class_="data"
     )
-    return tag("div", tag("div", grid, class_="scroll"), note, id=f"table-{table.name}")
+    window = tag("div", grid, class_="scroll", tabindex=0, role="region", aria_label=table.title)
+    return tag("div", window, note, id=f"table-{table.name}")
 
 
-def _html_cell(cell: Cell, column: Column, index: int, best: bool) -> Html:
+def _html_head(cell: Cell, anchor: str) -> Html:
+    text = cell_text(cell, "text")
+    return tag("th", tag("a", text, href=f"#{anchor}") if anchor else text, scope="row")
+
+
+def _html_cell(cell: Cell, column: Column, best: bool) -> Html:
     text = cell_text(cell, column.kind)
-    if index == 0:
-        return tag("th", text, scope="row")
     return tag("td", tag("strong", text) if best else text, class_=_kind_class(column))
 
 
@@ -264,30 +278,27 @@ def _scale(run: LoggedRun) -> str:
 
 
 def comparison(groups: Sequence[SeedGroup]) -> ReportTable:
-    """Methods side by side, the best first; those without a finished run come last."""
+    """Methods side by side; where no seed finished because runs diverged, it says so."""
     values = [_metrics(group) for group in groups]
     keys = [key for key in METRICS if any(key in found for found in values)]
     others = sorted({key for found in values for key in found} - set(METRICS)) if not keys else []
-    measured = [_column(METRICS[key], figures.score(groups)) for key in keys]
+    measured = [_column(METRICS[key], score(groups)) for key in keys]
     columns = (Column("Method"), Column("Seeds"), *measured, *(Column(key, "plain") for key in others))
-    rows = [_comparison_row(group, found, [*keys, *others]) for group, found in zip(groups, values, strict=True)]
-    order = sorted(range(len(rows)), key=lambda i: _rank(groups[i], values[i]), reverse=True)
-    return ReportTable("comparison", "Comparison of methods", columns, tuple(rows[i] for i in order), _SEEDS)
+    rows = tuple(_comparison_row(group, found, [*keys, *others]) for group, found in zip(groups, values, strict=True))
+    return ReportTable("comparison", "Comparison of methods", columns, rows, _SEEDS)
 
 
 def _column(metric: ShownMetric, score: Score) -> Column:
     return Column(metric.named(score), metric.kind_of(score), metric.better_of(score))
 
 
-def _rank(group: SeedGroup, found: dict[str, Spread]) -> float:
-    """The better, the higher."""
-    score = figures.score([group])
-    return score.better * found[score.main].mean if score.main in found else -float("inf")
-
-
 def _comparison_row(group: SeedGroup, found: dict[str, Spread], keys: Sequence[str]) -> tuple[Cell, ...]:
-    seeds = f"{len(group.finished)}/{len(group.runs)}"
-    return (group.label, seeds, *(found.get(key) for key in keys))
+    diverged = sum(run.diverged for run in group.runs)
+    seeds = f"{len(group.finished)}/{len(group.runs)}" + (f", {diverged} diverged" if diverged else "")
+    cells: list[Cell] = [found.get(key) for key in keys]
+    if cells and diverged and not group.finished:
+        cells[0] = DIVERGED
+    return (group.label, seeds, *cells)
 
 
 def _metrics(group: SeedGroup) -> dict[str, Spread]:
@@ -305,6 +316,31 @@ def _numbers(result: StoredResult) -> dict[str, float]:
     if value is not None and task_il.get("accuracy_matrix") != result.accuracy_matrix:
         found["acc_task"] = float(value)
     return found
+
+
+def paired(groups: Sequence[SeedGroup]) -> ReportTable:
+    """Every method less the best one, seed by seed."""
+    metric = score(groups)
+    comparable = [group for group in groups if score([group]) == metric]
+    best = _by_seed(comparable[0]) if comparable else {}
+    found = [(group.label, paired_by_seed(_by_seed(group), best)) for group in comparable[1:]]
+    rows = tuple(
+        (label, str(difference.count), difference.mean, difference.low, difference.high)
+        for label, difference in found
+        if difference is not None
+    )
+    numbers = (f"{metric.short} less that of {comparable[0].label if comparable else NONE}", "Low", "High")
+    columns = (Column("Method"), Column("Shared seeds"), *(Column(heading, metric.kind) for heading in numbers))
+    note = (
+        "Differences seed by seed, in points where scores are in per cent. Low and high: the 95 % t-interval of the "
+        "mean difference, which needs two seeds. It is not corrected for the number of methods."
+    )
+    return ReportTable("paired", "Differences to the best method", columns, rows, note)
+
+
+def _by_seed(group: SeedGroup) -> dict[int, float]:
+    found = ((run.seed, run.last_score) for run in group.finished)
+    return {seed: value for seed, value in found if value is not None and math.isfinite(value)}
 
 
 _COSTS = (
@@ -352,7 +388,7 @@ def accuracy_matrices(groups: Sequence[SeedGroup]) -> ReportTable:
     """Every entry of every accuracy matrix, a row per method and task learned."""
     found = [(group, mean_matrix(group.finished or group.runs)) for group in groups]
     width = max((len(row) for _, rows in found for row in rows), default=0)
-    kind = figures.score(groups).kind
+    kind = score(groups).kind
     lines: list[tuple[Cell, ...]] = []
     for group, rows in found:
         count = len(group.finished or group.runs)
@@ -364,10 +400,10 @@ def accuracy_matrices(groups: Sequence[SeedGroup]) -> ReportTable:
 
 
 def runs(found: Sequence[LoggedRun]) -> ReportTable:
-    """Every run with its state, its faults and the clients that did not train."""
+    """Every run with its state, its score, its faults and the clients that did not train."""
     scores = [score_of(name) for name in sorted({run.score for run in found})]
     columns = (
-        *map(Column, ("LoggedRun", "Method", "Seed", "State")),
+        *map(Column, ("Run", "Method", "Seed", "State")),
         *(Column(score.short, score.kind) for score in scores),
         Column("Faults", "count"),
         Column("Skipped clients", "count"),
@@ -377,7 +413,7 @@ def runs(found: Sequence[LoggedRun]) -> ReportTable:
 
 def _run_row(run: LoggedRun, scores: Sequence[Score]) -> tuple[Cell, ...]:
     own = score_of(run.score)
-    value = run.result.metrics.get(own.main) if run.result else None
+    value = run.result.metrics.get(own.main) if run.result else DIVERGED if run.diverged else None
     known = bool(run.log.lines)
     happened = [float(len(run.log.faults)), float(run.log.skipped)] if known else [None, None]
     scored = (value if score == own else None for score in scores)
@@ -388,5 +424,6 @@ def state(run: LoggedRun) -> str:
     """Finished, or how far it came and how it stopped."""
     if run.result is not None:
         return "finished"
-    how = "failed" if run.log.failed else "interrupted" if run.log.interrupted else "unfinished"
+    how = "interrupted" if run.log.interrupted else "failed" if run.log.failed else "unfinished"
+    how = DIVERGED if run.diverged else how
     return f"{how} at round {run.rounds_done} of {run.rounds or '?'}"

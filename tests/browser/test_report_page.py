@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -63,14 +65,14 @@ def test_values_are_read_by_pointer_and_by_keyboard(page: Any) -> None:
     drawing = chart.locator("svg[data-frame]")
     drawing.hover(position={"x": 2, "y": 60})
     # task 1: fedavg (0.8 + 0.7) / 2, fedgp+der 0.9
-    assert chart.locator(".reading").inner_text().split("\n") == ["Task 1", "fedavg", "75 %", "fedgp+der", "90 %"]
+    assert chart.locator(".reading").inner_text().split("\n") == ["Task 1", "fedgp+der", "90 %", "fedavg", "75 %"]
     page.locator("h1").hover()
     assert chart.locator(".reading").inner_text() == ""
     drawing.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
         page.keyboard.press(key)
     # task 2: fedavg (0.65 + 0.55) / 2
-    assert chart.locator(".reading").inner_text().split("\n") == ["Task 2", "fedavg", "60 %", "fedgp+der", "90 %"]
+    assert chart.locator(".reading").inner_text().split("\n") == ["Task 2", "fedgp+der", "90 %", "fedavg", "60 %"]
     page.keyboard.press("Escape")
     assert chart.locator(".reading").inner_text() == ""
 
@@ -83,6 +85,67 @@ def test_lines_can_be_hidden(page: Any) -> None:
     assert chart.locator("polyline:visible").count() == 1 and button.get_attribute("aria-pressed") == "false"
     button.press("Enter")
     assert chart.locator("polyline:visible").count() == 2
+
+
+def test_bands_can_be_switched_off_and_a_line_stands_out(page: Any) -> None:
+    chart = page.locator("[data-figure=acc_t]")
+    button = chart.get_by_role("button", name="bands")
+    assert chart.locator(".band:visible").count() == 1  # fedavg has two seeds
+    button.click()
+    assert chart.locator(".band:visible").count() == 0 and button.get_attribute("aria-pressed") == "false"
+    button.click()
+    assert chart.locator(".band:visible").count() == 1
+    chart.get_by_role("button", name="fedgp+der").hover()
+    assert chart.locator("g[data-line]").evaluate_all("all => all.map((one) => getComputedStyle(one).opacity)") == [
+        *("1", "0.15"),
+    ]
+    assert chart.locator(".band:visible").count() == 0
+    page.locator("h1").hover()
+    assert chart.locator(".band:visible").count() == 1
+
+
+@pytest.mark.parametrize("kind", ["SVG", "PNG"])
+def test_a_plot_is_saved(page: Any, tmp_path: Path, kind: str) -> None:
+    chart = page.locator("[data-figure=acc_t]")
+    with page.expect_download() as waiting:
+        chart.get_by_role("button", name=kind).click()
+    assert waiting.value.suggested_filename == f"Accuracy_over_the_tasks_learned.{kind.lower()}"
+    waiting.value.save_as(tmp_path / "plot")
+    found = (tmp_path / "plot").read_bytes()
+    if kind == "PNG":
+        box = chart.bounding_box()
+        width, height = struct.unpack(">II", found[16:24])
+        assert abs(width - 2 * box["width"] - 48) < 2 and abs(height - 2 * box["height"] - 48) < 2
+        return
+    drawing = ElementTree.fromstring(found)
+    texts = [one.text for one in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Accuracy over the tasks learned", "fedavg (2 seeds)", "fedgp+der", "Task", "Accuracy, %"} <= set(texts)
+    lines = [one for one in drawing.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert len(lines) == 2 and all(one.get("stroke").startswith("rgb(") for one in lines)
+
+
+def test_a_run_in_the_table_leads_to_its_part(page: Any) -> None:
+    row = page.locator("#table-runs tbody tr").filter(has=page.get_by_role("link", name="b", exact=True))
+    assert "46.67" in row.inner_text() or "53.33" in row.inner_text()
+    row.get_by_role("link").click()
+    part = page.locator("details:target")
+    assert part.locator("summary").first.inner_text() == "b" and part.get_attribute("open") is not None
+
+
+def test_a_wide_table_shows_on_a_phone_that_it_scrolls(report: Path, watch: Callable[..., Any]) -> None:
+    one = watch(report.as_uri(), **PHONE)
+    one.page.goto(report.as_uri())
+    window = one.page.locator("#table-comparison .scroll")
+    assert window.evaluate("box => box.scrollWidth > box.clientWidth")
+    first, second = (window.locator("tbody tr").first.locator(cell) for cell in ("th", "td >> nth=1"))
+    before = first.bounding_box()["x"]
+    assert second.bounding_box()["x"] < 390  # the score can be seen before anything is moved
+    window.evaluate("box => box.scrollLeft = 9999")
+    assert first.bounding_box()["x"] == before and second.bounding_box()["x"] < before  # the methods' names stay
+    assert one.page.evaluate(f"{TALLEST}") < 150  # no column of single letters
+
+
+TALLEST = "Math.max(...[...document.querySelectorAll('.data th')].map((cell) => cell.getBoundingClientRect().height))"
 
 
 def test_it_is_complete_without_scripts(report: Path, watch: Callable[..., Any]) -> None:
@@ -134,7 +197,8 @@ CONTRASTS = """() => {
 
 OVERLAPS = """() => {
   const found = [];
-  for (const names of document.querySelectorAll('.mark-names, .x-ticks, .y-ticks, .legend, .contents ol')) {
+  const rows = '.mark-names, .x-ticks, .y-ticks, .legend, .contents ol, figure.chart, .plot';
+  for (const names of document.querySelectorAll(rows)) {
     const all = [...names.children].map((one) => [one.textContent, one.getBoundingClientRect()]);
     const boxes = all.filter(([, box]) => box.width);
     boxes.forEach(([a, one], i) => boxes.slice(i + 1).forEach(([b, other]) => {

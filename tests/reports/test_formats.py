@@ -64,3 +64,21 @@ def test_names_in_a_sentence() -> None:
         "a, b and c",
     ]
     assert formats.listed(list("abcdefgh"), 3) == "a, b and 6 more"
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "text"),
+    [
+        (58.553, 5.5214, "58.6 ± 5.5"),
+        (88.187, 0.3912, "88.19 ± 0.39"),
+        (59.163, 0.0564, "59.16 ± 0.06"),
+        (61.25, 12.31, "61 ± 12"),
+        (75.0, 0.0, "75.00 ± 0.00"),
+    ],
+)
+def test_a_mean_has_the_digits_of_its_deviation(mean: float, deviation: float, text: str) -> None:
+    assert formats.with_deviation(mean, deviation) == text
+
+
+def test_small_numbers_keep_their_deviation() -> None:
+    assert formats.with_deviation(0.0012345, 0.00021, most=6) == "0.00123 ± 0.00021"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everfed.reports.colours import DARK, LIGHT, ON_DARK, ON_LIGHT
-from everfed.reports.groups import COLOURS, Colours, by_stream, grouped
+from everfed.reports.groups import COLOURS, Colours, assigned, by_stream, grouped, variant
 from everfed.reports.read import read_runs
-from tests.reports.folders import create, finished
+from tests.reports.folders import create, finished, log, start
 
 
 def test_runs_that_differ_in_their_seed_or_engine_are_one_experiment(tmp_path: Path) -> None:
@@ -23,7 +26,31 @@ def test_runs_that_differ_in_their_seed_or_engine_are_one_experiment(tmp_path: P
         ("fedavg", [0, 1]),
         ("der", [0]),
     ]
-    assert grouping.notes == ()
+    assert grouping.notes == ("Seeds differ, so means are not over the same draws: 0 and 1 of fedavg; 0 of der.",)
+
+
+def test_the_best_score_comes_first_and_unfinished_runs_last(tmp_path: Path) -> None:
+    """Everything on a page follows this order: tables, legends, matrices, bars, runs."""
+    for method, last in (("ewc", 0.1), ("der", 0.9), ("er", 0.5)):
+        finished(tmp_path / method, method, matrix=[[0.5, None], [last, 0.5]])
+    create(tmp_path / "a", "agem")
+    (stream,) = by_stream(read_runs([tmp_path]))
+    assert [group.label for group in stream.groups] == ["der", "er", "ewc", "agem"]
+    assert [run.method for run in stream.runs] == ["der", "er", "ewc", "agem"]
+
+
+def test_a_method_added_later_changes_no_colour(tmp_path: Path) -> None:
+    """A dashboard that saw the first runs only, and a report of all."""
+    for clock, method in enumerate(("si", "der", "ewc", "lwf", "er", "agem", "fedprox", "fedavg"), start=1):
+        log(create(tmp_path / method, method), [start(method)], clock)
+    runs = read_runs([tmp_path])
+    early = assigned([run for run in runs if run.method in ("si", "der", "ewc")])
+    known = {run.method: early.of(*variant(run)) for run in runs if run.method in ("si", "der", "ewc")}
+    whole = {group.label: group.colour for group in grouped(runs).groups}
+    assert {method: whole[method] for method in known} == known
+    assert len({colour % COLOURS for colour in whole.values()}) == 8
+    assigned(runs, early)
+    assert {run.method: early.of(*variant(run)) for run in runs} == whole
 
 
 def test_an_option_that_differs_makes_another_experiment_and_is_spelled_out(tmp_path: Path) -> None:
@@ -133,3 +160,44 @@ def test_text_and_lines_stand_out_in_both_themes(theme: dict[str, str], methods:
         assert all(contrast(theme[name], ground) >= 4.5 for name in ("text", "soft", "accent", "bad", "good"))
         assert all(contrast(colour, ground) >= 3 for colour in methods)
     assert len(methods) == COLOURS
+
+
+def oklab(colour: str, seen: Sequence[Sequence[float]]) -> list[float]:
+    """The colour in OKLab, whose distances are close to those that people see. seen: changes linear RGB before."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    linear = [max(0.0, sum(a * b for a, b in zip(row, linear, strict=True))) for row in seen]
+    cones = [sum(a * b for a, b in zip(row, linear, strict=True)) ** (1 / 3) for row in CONES]
+    return [sum(a * b for a, b in zip(row, cones, strict=True)) for row in LAB]
+
+
+CONES = (
+    (0.4122214708, 0.5363325363, 0.0514459929),
+    (0.2119034982, 0.6806995451, 0.1073969566),
+    (0.0883024619, 0.2817188376, 0.6299787005),
+)
+LAB = (
+    (0.2104542553, 0.7936177850, -0.0040720468),
+    (1.9779984951, -2.4285922050, 0.4505937099),
+    (0.0259040371, 0.7827717662, -0.8086757660),
+)
+# all, deuteranopia, protanopia (Machado, Oliveira and Fernandes 2009, severity 1)
+SEEN = {
+    "all": (((1, 0, 0), (0, 1, 0), (0, 0, 1)), 0.15),
+    "no green": (
+        ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
+        0.07,
+    ),
+    "no red": (
+        ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+        0.07,
+    ),
+}
+
+
+@pytest.mark.parametrize("eyes", SEEN)
+@pytest.mark.parametrize("methods", [ON_LIGHT, ON_DARK], ids=["light", "dark"])
+def test_ten_methods_can_be_told_apart(methods: tuple[str, ...], eyes: str) -> None:
+    seen, least = SEEN[eyes]
+    found = [oklab(colour, seen) for colour in methods]
+    assert min(math.dist(one, other) for one, other in itertools.combinations(found, 2)) > least

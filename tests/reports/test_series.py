@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.reports import series
+from everfed.reports import charts, series
 from everfed.reports.groups import grouped
 from everfed.reports.read import LoggedRun, read_run, read_runs
 from tests.reports.folders import create, evaluation, finished, log, phase, result, start, whole
@@ -150,3 +150,11 @@ def test_smoothing_is_a_moving_average_without_a_pull_to_zero() -> None:
     drawn = series.smoothed(line, 0.5)
     assert drawn.y == pytest.approx((4.0, 8 / 3)) and drawn.low == pytest.approx((2.0, 2.0))
     assert drawn.high == pytest.approx((6.0, 10 / 3)) and series.smoothed(line, 0.0) is line
+
+
+def test_a_mean_over_seeds_of_different_lengths_says_so(tmp_path: Path) -> None:
+    log(create(tmp_path / "a", seed=0), [start(seed=0), *(phase(i) for i in range(4))])
+    log(create(tmp_path / "b", seed=1), [start(seed=1), *(phase(i) for i in range(2))])
+    (line,) = series.mean_lines(grouped(read_runs([tmp_path])).groups, series.loss_by_round)
+    assert line.x == (1, 2) and line.seeds == 2 and line.note == "up to the shortest"
+    assert "up to the shortest" in charts.legend([line])

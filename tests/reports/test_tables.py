@@ -11,6 +11,7 @@ import pytest
 from everfed.metrics.statistics import Spread
 from everfed.reports import tables
 from everfed.reports.groups import SeedGroup, grouped
+from everfed.reports.html import render
 from everfed.reports.read import read_runs
 from everfed.reports.tables import Column, ReportTable, cell_text, to_csv, to_html, to_latex, to_markdown
 from tests.reports.folders import create, finished, log, phase, result, start
@@ -28,13 +29,13 @@ def groups(tmp_path: Path) -> tuple[SeedGroup, ...]:
 
 def test_comparison_by_hand(groups: tuple[SeedGroup, ...]) -> None:
     text = to_markdown(tables.comparison(groups)).splitlines()
-    assert text[2].split("|")[1:4] == [" Method ", " Seeds ", " Acc, %       "]
+    assert text[2].split("|")[1:4] == [" Method ", " Seeds ", " Acc, %     "]
     # best first; forgetting of fedavg: 0.2 and 0.4; bwt is its negative
     assert [cell.strip() for cell in text[4].split("|")[1:-1]] == [
         *("der", "1/2", "**80.00**", "**10.00**", "**-10.00**", "**85.00**", "**85.00**"),
     ]
     assert [cell.strip() for cell in text[5].split("|")[1:-1]] == [
-        *("fedavg", "2/2", "60.00 ± 5.00", "30.00 ± 10.00", "-30.00 ± 10.00", "75.00 ± 0.00", "65.00 ± 7.50"),
+        *("fedavg", "2/2", "60.0 ± 5.0", "30 ± 10", "-30 ± 10", "75.00 ± 0.00", "65.0 ± 7.5"),
     ]
 
 
@@ -57,7 +58,7 @@ def test_csv_has_full_precision_and_deviations_apart(groups: tuple[SeedGroup, ..
 def test_latex(groups: tuple[SeedGroup, ...]) -> None:
     text = to_latex(tables.comparison(groups))
     assert r"\begin{tabular}{llrrrrr}" in text
-    assert r"fedavg & 2/2 & $60.00 \pm 5.00$ & $30.00 \pm 10.00$" in text
+    assert r"fedavg & 2/2 & $60.0 \pm 5.0$ & $30 \pm 10$" in text
     assert r"der & 1/2 & \textbf{\boldmath $80.00$}" in text
     assert text.count(r"\\") == 3 and r"\bottomrule" in text
 
@@ -83,8 +84,38 @@ def test_accuracy_matrices(groups: tuple[SeedGroup, ...]) -> None:
 
 def test_runs_and_their_state(groups: tuple[SeedGroup, ...]) -> None:
     table = tables.runs([run for group in groups for run in group.runs])
-    unfinished = table.rows[-1]
+    (unfinished,) = (row for row in table.rows if row[0] == "d")
     assert unfinished == ("d", "der", "1", "unfinished at round 1 of 6", None, 0.0, 1.0)
+
+
+def test_diverged_is_said_where_a_score_is_missing(tmp_path: Path) -> None:
+    """In the table of methods, in that of runs, in the legend and in place of the matrix."""
+    finished(tmp_path / "a", "der", 0)
+    log(create(tmp_path / "b", "si", 0), [start("si"), phase(0), {"event": "fault", "message": "Diverged: the loss"}])
+    found = read_runs([tmp_path])
+    groups = grouped(found).groups
+    assert tables.comparison(groups).rows[1][:3] == ("si", "0/1, 1 diverged", "diverged")
+    (row,) = (row for row in tables.runs(found).rows if row[1] == "si")
+    assert row[3:5] == ("diverged at round 1 of 6", "diverged")
+    page = render(found)
+    assert "si (diverged)" in page and "Diverged before a task ended." in page
+
+
+def test_differences_to_the_best_by_hand(tmp_path: Path) -> None:
+    """der: 80 and 60, fedavg: 70 and 40 with these seeds: -10 and -20, so -15 with t(0.975, 1) = 12.706 times 5."""
+    for method, seed, last in (
+        ("der", 0, 0.8),
+        ("der", 1, 0.6),
+        ("fedavg", 0, 0.7),
+        ("fedavg", 1, 0.4),
+        ("er", 7, 0.1),
+    ):
+        finished(tmp_path / f"{method}-{seed}", method, seed, matrix=[[last]])
+    table = tables.paired(grouped(read_runs([tmp_path])).groups)
+    assert [column.heading for column in table.columns][2] == "Acc less that of der"
+    ((label, shared, *numbers),) = table.rows  # er shares no seed
+    assert (label, shared) == ("fedavg", "2")
+    assert numbers == [pytest.approx(v, abs=1e-4) for v in (-0.15, -0.15 - 12.7062 * 0.05, -0.15 + 12.7062 * 0.05)]
 
 
 def test_task_il_accuracy_is_shown_where_it_is_another_one(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from everfed.errors import UserError
 from everfed.reports.html import write
 from tests.reports.folders import finished
 
-TABLES = {"comparison", "cost", "bytes_by_part", "accuracy_matrix", "runs"}
+TABLES = {"comparison", "cost", "bytes_by_part", "paired", "accuracy_matrix", "runs"}
 
 
 @pytest.fixture
