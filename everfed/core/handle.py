@@ -268,6 +268,7 @@ class Client(Handle):
             batch_size=batch_size,
             optimizer=optimizer,
             moments=moments,
+            rate=rate,
             tag=tag,
         )
 

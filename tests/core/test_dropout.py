@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from everfed.core.context import TrainOptions
 from everfed.core.random import Dropout, adopt_dropout
 from tests.support.toy import Bench, Norm
 
@@ -97,3 +98,29 @@ def test_a_run_with_dropout_depends_on_its_seed_alone() -> None:
     first = bench.run().params
     torch.manual_seed(2)
     assert torch.equal(first, bench.run().params)
+
+
+class Drawing(nn.Module):
+    """A linear layer, and a draw from torch's own generator in every forward pass of training."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.map = nn.Linear(16, classes)
+        self.drawn: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.drawn.append(torch.rand(8))
+        outputs: Tensor = self.map(x.flatten(1))
+        return outputs
+
+
+def test_layers_of_torch_draw_anew_in_every_step() -> None:
+    client = Bench(module=Drawing, train=TrainOptions(1, 4)).client("fedavg")
+    module = client.trainer.replica.module
+    assert isinstance(module, Drawing)
+    client.fit((), tag="drawing")
+    once = torch.stack(module.drawn)
+    assert len(once) == 3 and len(once.unique(dim=0)) == 3
+    client.fit((), tag="drawing")
+    assert torch.equal(torch.stack(module.drawn[3:]), once)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everfed.core.context import Setup
 from everfed.core.engine import Engine
 from everfed.core.evaluate import EvalOptions, EvalSpec, score_tasks
 from everfed.core.message import Model
+from everfed.core.method import compose
+from everfed.core.part import Personal
 from everfed.core.stream import RoundPlan
+from everfed.core.tree import Tree
 from everfed.engines.eager import Eager
 from everfed.engines.processes import Processes
+from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.store.clients import ClientStore
 from tests.support.rehearsal_free import ClassToy
-from tests.support.toy import Bench, Outcome
+from tests.support.toy import Bench, Outcome, Toy
 
 
 class Recording(Eager):
@@ -148,3 +152,28 @@ class Split(ClassToy):
     def test(self, task: int, split: str = "test") -> Any:
         data = super().test(task)
         return data if split == "test" else data.take(range(7))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Guess(Personal):
+    """Answers every test sample with one class: that of the task, where the task is known."""
+
+    name: ClassVar[str] = "guess"
+
+    def forward(self, module: nn.Module, x: Tensor, state: Tree, message: Tree) -> Tensor:
+        outputs: Tensor = module(x)
+        said = torch.full((len(x),), int(state.get("says", 3)))
+        return outputs if module.training else nn.functional.one_hot(said, outputs.shape[1]).float()
+
+    def state_for_task(self, state: Tree, task: int) -> Tree:
+        return {**state, "says": task}
+
+
+def test_each_task_is_scored_with_the_state_for_that_task() -> None:
+    """The last column alone; the others know nothing of the task, and the class 3 is said."""
+    stream = Toy(rounds_per_task=1)
+    rows = Bench(lambda: compose(FedAvg(), Guess()), stream=stream).run().state.rows[1]
+    for task, row in enumerate(rows):
+        labels = stream.test(task).y
+        assert row[1] == stream.clients * int((labels == 3).sum())
+        assert row[-1] == stream.clients * int((labels == task).sum())

@@ -4,13 +4,15 @@ the tests. A part that asks for them is refused with an error that says what it 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
-from everfed.core.context import Context, Hidden
+from everfed.core.context import Context, Hidden, Place
+from everfed.core.data import Data
 from everfed.core.engine import ClientError
 from everfed.core.handle import Client, Server
 from everfed.core.message import Model
@@ -18,7 +20,7 @@ from everfed.core.method import compose
 from everfed.core.part import HELD_OUT, Part, Personal
 from everfed.core.phase import Cohort, Phase
 from everfed.core.step import Step
-from everfed.core.stream import _VISIBLE, HeldOut
+from everfed.core.stream import _VISIBLE, HeldOut, RoundPlan
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.streams import build
 from tests.support.toy import Bench, Toy
@@ -164,3 +166,21 @@ def test_test_sets_are_copied_to_a_device_once_and_within_a_budget() -> None:
     assert held_out.bytes == size
     assert held_out.get(None, 0, "test", device) is first  # and the first stays
     assert held_out.get(None, 0, "test", torch.device("cpu")).x.device == torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Drifts(Toy):
+    """Client 1 drifts: what it sees is a stream's own affair, round by round."""
+
+    def round(self, index: int) -> RoundPlan:
+        return replace(super().round(index), drifting=frozenset({1}))
+
+    def data_in(self, client: int, index: int) -> Data:
+        return self.data(client, 0).take(np.array([index]))
+
+
+def test_a_client_that_drifts_sees_what_the_stream_says_of_the_round() -> None:
+    setup = Bench(stream=Drifts()).setup()
+    phase = setup.method.train_phase()
+    seen = [[setup.data(k, phase, Place(i, setup.stream.round(i))).ids.tolist() for i in range(3)] for k in (0, 1)]
+    assert seen == [[list(range(12)), list(range(12)), list(range(10_000, 10_012))], [[0], [1], [2]]]

@@ -263,6 +263,21 @@ def test_bytes_by_part_add_up() -> None:
         assert sum(part[way] for part in traffic["bytes_by_part"].values()) == traffic[f"bytes_{way}"]
 
 
+@dataclass(frozen=True)
+class Telling(FedAvg):
+    """Sends ten numbers beside the model that it aggregates."""
+
+    def broadcast(self, server: Server) -> Values:
+        return {"hint": torch.zeros(10)}
+
+
+def test_what_the_aggregating_part_sends_counts_beside_its_model() -> None:
+    def sent(part: FedAvg) -> int:
+        return Bench(lambda: compose(part)).run(rounds=1).state.traffic.down["fedavg"]
+
+    assert sent(Telling()) - sent(FedAvg()) == 3 * 10 * 4
+
+
 def test_local_statistics_never_travel() -> None:
     train = TrainOptions(1, 5, STEP, batchnorm="local")
     outcome = Bench(module=Norm, train=train).run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
@@ -17,10 +17,10 @@ from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
 from everfed.core.replica import Gradient
-from everfed.core.step import Step
+from everfed.core.step import Batch, Step
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.rehearsal_free import one_parameter
-from tests.support.toy import Bench, Linear, Toy
+from tests.support.toy import Bench, Linear, Norm, Toy
 
 LR = 0.25
 
@@ -115,3 +115,80 @@ def test_a_label_outside_the_allowed_ones_competes_with_them() -> None:
     loss = trainer.masked_loss(torch.tensor([0.0, 0.0, -torch.inf, -torch.inf]))
     assert loss(torch.zeros(1, 4), torch.tensor([1])).item() == pytest.approx(math.log(2))
     assert loss(torch.zeros(1, 4), torch.tensor([3])).item() == pytest.approx(math.log(3))
+
+
+@dataclass(frozen=True)
+class Halves(Toy):
+    """Two classes a task."""
+
+    def labels(self, task: int) -> tuple[int, ...]:
+        return (2 * task, 2 * task + 1)
+
+
+@pytest.mark.parametrize(
+    ("logits", "allowed"), [("full", [None, None]), ("seen", [(0, 1), (0, 1, 2, 3)]), ("task", [(0, 1), (2, 3)])]
+)
+def test_the_classes_that_compete_in_a_task(logits: str, allowed: list[tuple[int, ...] | None]) -> None:
+    bench = Bench(stream=Halves(rounds_per_task=1), train=TrainOptions(logits=logits))
+    assert [bench.context(round_index=task).allowed_labels for task in range(2)] == allowed
+
+
+@dataclass(frozen=True)
+class Brings(Part):
+    """Brings two samples into every step."""
+
+    joined: bool = True
+    name: ClassVar[str] = "brings"
+
+    def batches(self, step: Step) -> dict[str, Batch]:
+        return {"two": Batch(step.x[:2], step.y[:2], joined=self.joined)}
+
+
+@dataclass(frozen=True)
+class Apart(Brings):
+    joined: bool = False
+    name: ClassVar[str] = "apart"
+
+
+@dataclass(frozen=True)
+class Looks(Part):
+    """Notes what a step shows: the samples of all outputs and labels, the statistics received, what was handed on."""
+
+    seen: list[tuple[int, int, Tensor, bool]] = field(default_factory=list, compare=False)
+    name: ClassVar[str] = "looks"
+
+    def loss(self, step: Step) -> Tensor | None:
+        statistics = step.received_model["stats"].clone()
+        self.seen.append((len(step.all_outputs), len(step.all_y), statistics, "mark" in step.handed))
+        step.handed["mark"] = step.y
+        return None
+
+
+def test_separate_samples_are_no_part_of_the_objective() -> None:
+    """With joined ones beside them, in one forward pass; five samples a minibatch."""
+    looks = Looks()
+    Bench(lambda: compose(FedAvg(), Brings(), Apart(), looks), train=TrainOptions(1, 6)).run(rounds=1)
+    assert {counts[:2] for counts in looks.seen} == {(8, 8)}
+
+
+def test_what_is_handed_on_ends_with_its_step() -> None:
+    looks = Looks()
+    Bench(lambda: compose(FedAvg(), looks), train=TrainOptions(1, 4)).run(rounds=1)
+    assert [handed for *_, handed in looks.seen] == [False] * 9
+
+
+def test_a_step_sees_the_statistics_that_stay_on_its_client() -> None:
+    looks = Looks()
+    options = TrainOptions(1, 12, batchnorm="local")
+    bench = Bench(lambda: compose(FedAvg(), looks), stream=Toy(clients=1), module=Norm, train=options)
+    kept = bench.run(rounds=1).clients[0]["client"]["stats"]
+    looks.seen.clear()
+    bench.run(rounds=2)
+    assert torch.equal(looks.seen[1][2], kept) and not torch.equal(looks.seen[0][2], kept)
+
+
+def test_a_rate_of_its_own_holds_in_every_step() -> None:
+    """A training beside the client's own, at rate 0, where the run's rates move with the steps."""
+    client = Bench(train=TrainOptions(1, 4, Optimizer(lr=0.1, by="step"))).client("fedavg")
+    assert torch.equal(client.fit((), rate=0.0, tag="still").model["params"], client.model["params"])
+    assert not torch.equal(client.fit((), tag="moves").model["params"], client.model["params"])

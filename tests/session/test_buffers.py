@@ -49,6 +49,14 @@ def test_a_buffer_that_holds_everything_holds_every_task_in_full(tmp_path: Path)
     ]
 
 
+def test_of_many_clients_some_buffers_are_read_and_all_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "_MOST_CLIENTS", 2)
+    found = buffer_events(tmp_path / "a", "er", memory={"size": 50})
+    assert [(event["clients"], event["of"], sum(event["by_task"])) for event in found] == [(2, 3, 100)] * 3
+
+
 def test_a_small_buffer_is_shared_by_the_tasks(tmp_path: Path) -> None:
     found = buffer_events(tmp_path / "a", "er", memory={"size": 50})
     assert [sum(event["by_task"]) for event in found] == [150, 150, 150]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 
 import everfed
 from everfed.core.server import RunState
-from everfed.recipe import Recipe
+from everfed.data.errors import DataError
+from everfed.recipe import Recipe, read
 from everfed.session import assemble
+from everfed.session.assembly import fingerprint
+from everfed.session.execution import _require_data
 from everfed.session.reporting import report_fault
 from everfed.session.result import _curves, _scores, at_chance
 from tests.support.rehearsal_free import ClassToy
@@ -121,3 +125,21 @@ def test_a_fault_reaches_every_observer_that_still_works() -> None:
 
     report_fault([full, seen.append], ValueError("a mistake"))
     assert seen == [{"event": "fault", "message": "ValueError: a mistake"}]
+
+
+# what a run may go on with ----------------------------------------------------------------------------------------
+def test_a_run_goes_on_with_another_monitor_and_engine_but_not_with_another_rate() -> None:
+    def of(*sets: str) -> str:
+        return fingerprint(assemble(read("demo", sets=["method.name=fedavg", *sets])))
+
+    first = of()
+    assert of("monitor.kind=page-hinkley", "engine.kind=eager") == first != of("train.optimizer.lr=0.123")
+
+
+@pytest.mark.parametrize(("sent", "refused"), [({"evaluate": 32}, True), ({"evaluate": 32, "fedavg": 8}, False)])
+def test_a_run_in_which_clients_only_scored_had_no_data(sent: dict[str, int], refused: bool) -> None:
+    final = RunState({})
+    final.traffic.up.update(sent)
+    made = assemble(read("demo", sets=["method.name=fedavg"]))
+    with pytest.raises(DataError, match="no client had any sample") if refused else nullcontext():
+        _require_data(made, final)

@@ -70,6 +70,14 @@ def test_a_state_that_grows_and_shrinks_is_counted_once() -> None:
 # paging ----------------------------------------------------------------------------------------------------------
 
 
+def test_what_another_process_has_is_neither_held_nor_counted() -> None:
+    store = ClientStore()
+    for client in range(4):
+        store.put(client, state(client))
+    store.keep(lambda client: client % 2 == 0)
+    assert store.clients() == [0, 2] and store.bytes() == store.hot_bytes() == 2 * BYTES
+
+
 def test_what_was_not_used_for_longest_is_paged_out(tmp_path: Path) -> None:
     store = ClientStore(tmp_path, budget=3 * BYTES)
     for client in (0, 1, 2):

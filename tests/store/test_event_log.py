@@ -225,5 +225,11 @@ def test_events_are_those_of_one_consistent_run(tmp_path: Path) -> None:
     assert len(events(tmp_path)) == 7
 
 
+def test_what_is_said_between_a_resume_and_its_start_does_not_begin_the_run_anew(tmp_path: Path) -> None:
+    lines = [start(), phase(0), {"event": "resume", "round": 1}, {"event": "warning", "message": "slow"}, start(at=1)]
+    (tmp_path / "events.jsonl").write_bytes(as_bytes(lines))
+    assert len(events(tmp_path, "phase")) == len(read_log(tmp_path).phases) == 1
+
+
 def test_without_a_file_there_are_no_events(tmp_path: Path) -> None:
     assert events(tmp_path) == [] and read_log(tmp_path) == Log()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everfed.store.files import digest, file_digest, make_folder, write_atomic, write_synced
+from everfed.store.files import digest, file_digest, make_folder, make_private, write_atomic, write_synced
 from everfed.store.run import RunFolder
 from tests.store.disk import Disk
 
@@ -130,3 +130,22 @@ def test_a_killed_process_leaves_no_recipe_without_settings(tmp_path: Path) -> N
         if not disk.failed:
             return
     raise AssertionError("create has more operations than this test expects")
+
+
+@pytest.mark.parametrize("federated", [True, False])
+def test_a_run_that_fails_before_its_first_phase_is_kept_where_clients_may_hold_state(
+    tmp_path: Path, federated: bool
+) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        RunFolder.new(tmp_path / "run", "seed = 0", {"federated": federated}) as folder,
+    ):
+        folder.events.write_text('{"event": "start"}\n')
+        raise ZeroDivisionError
+    assert (tmp_path / "run").exists() is federated
+
+
+def test_a_folder_that_a_group_may_read_is_closed_to_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    make_private(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o700

@@ -78,6 +78,11 @@ def test_some_fall_behind_evenly_and_never_catch_up() -> None:
     assert not (clocks.make({"kind": "behind"}, 10, 5, 8, 4).first == first).all()
 
 
+def test_those_behind_begin_a_task_in_the_nearest_round() -> None:
+    """A task of five rounds takes 4 / 3 times as long: 6.67, 13.33 and 20."""
+    assert clocks.make({"kind": "behind", "share": 1.0}, 1, 4, 5, 0).first.tolist() == [[0, 7, 13, 20, 20]]
+
+
 def test_at_constant_speed_the_fast_stay_in_the_last_task_and_the_slow_do_not_reach_it() -> None:
     first = clocks.make({"kind": "speed", "low": 2.0, "high": 2.0}, 2, 4, 10, 0).first
     assert first.tolist() == [[0, 5, 10, 15, 40]] * 2
@@ -173,6 +178,12 @@ def test_the_server_ends_a_task_when_enough_clients_have(quorum: float, ends: li
     assert [index for index, plan in enumerate(plans) if plan.task_closes] == ends
     assert [index for index, plan in enumerate(plans) if plan.task_opens] == [0, *(index + 1 for index in ends[:2])]
     assert [plan.task_of_server for plan in plans] == [sum(index > end for end in ends) for index in range(12)]
+
+
+def test_hidden_boundaries_hide_the_server_s_task_too() -> None:
+    told, hidden = (small_stream(asynchronous=FIRST, boundaries=shown) for shown in (True, False))
+    assert [told.round(index).server_task for index in (0, 5, 11)] == [0, 1, 2]
+    assert {hidden.round(index).server_task for index in range(12)} == {None}
 
 
 @pytest.mark.parametrize(("quorum", "ends"), [(0.26, 2), (0.4, 2), (0.51, 4), (0.74, 4), (0.76, 5)])

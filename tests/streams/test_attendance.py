@@ -124,6 +124,12 @@ def test_the_first_that_are_needed_count_and_the_others_are_late() -> None:
         assert attendance.chosen(index) == (chosen, late)
 
 
+def test_half_a_client_more_is_a_whole_one() -> None:
+    """Three of ten are needed, 1.5 times as many are asked: five."""
+    found = make(0.3, None, {"seconds": 1e9, "oversample": 1.5}, 10, 1, 0).chosen(0)
+    assert list(map(len, found)) == [3, 2]
+
+
 def test_who_misses_the_deadline_is_late_even_when_needed(tmp_path: Path) -> None:
     (tmp_path / "l.csv").write_text("client,seconds\n0,5\n1,20\n2,6\n3,7\n")
     deadline = {"seconds": 10.0, "latency": str(tmp_path / "l.csv"), "noise": 0.0}

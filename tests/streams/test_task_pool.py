@@ -53,6 +53,12 @@ def test_20_the_same_seed_gives_the_same_orders_and_clients_differ() -> None:
     assert len({tuple(order) for order in a.orders.tolist()}) == 10
 
 
+def test_a_client_holds_nothing_of_the_tasks_that_it_goes_without() -> None:
+    stream = pool(without={"0": [1]})
+    held = [[len(stream.data(client, task)) for task in range(2)] for client in range(2)]
+    assert held == [[100, 0], [100, 100]]
+
+
 def test_20_forbid_gives_distinct_classes_at_every_step() -> None:
     stream = pool(tasks=50, classes_per_task=2, class_overlap_within_step="forbid")
     for task in range(50):
