@@ -295,11 +295,14 @@ class Checks:
         earlier = self._ids.setdefault(client, {})
         for other, ids in earlier.items():
             common, here, there = np.intersect1d(data.ids, ids, return_indices=True)
-            before = self.stream.data(client, other) if len(common) else None
-            if before is not None and not torch.equal(data.x[int(here[0])], before.x[int(there[0])]):
+            if not len(common):
+                continue
+            now, before = data.take(here), self.stream.data(client, other).take(there)
+            same = (now.x == before.x).reshape(len(common), -1).all(1).numpy(force=True)
+            if not same.all():
                 raise SettingError(
-                    f"stream: {self.stream.name!r}, {where}: sample id {common[0]} is another sample of task {other}, "
-                    "and replay would take them for the same. Give every sample of a client an id of its own, such as "
+                    f"stream: {self.stream.name!r}, {where}: sample id {common[~same][0]} is another sample of task "
+                    f"{other}, and replay would take them for the same. Give every sample of a client an id of its own, such as "
                     "ids + task * 1_000_000"
                 )
         earlier[task] = data.ids

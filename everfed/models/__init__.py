@@ -24,6 +24,7 @@ from everfed.models.pretrained import (
     freeze,
     frozen_digest,
     load_weights,
+    with_logits,
 )
 from everfed.naming import load_object, nearest
 
@@ -71,7 +72,7 @@ def build(
     """A freshly initialised network; the same seed gives the same weights on every machine.
 
     kind: a name of MODELS, `timm:NAME`, `hf:FOLDER`, or `package.module:Name`, called with (input_shape, classes,
-    **options); a network itself is copied, with its weights. Every kind takes, unless it has an option of that name:
+    **options); a network itself is copied, with its weights, and one of transformers gives its logits. Every kind takes, unless it has an option of that name:
     `init`: "torch", the layers' own initialisation, or "he-fan-out" (`draw_he`); `weights`: a safetensors file, or a
     folder with one, absolute or below `data_folder`; `trainable`: patterns of the parameters that train; `lora`: a
     table that freezes the network but for its head and low-rank factors (`everfed.models.lora.add`).
@@ -156,7 +157,7 @@ def _factory(
     kind: str | nn.Module, data_folder: Path | None, rebuilding: Mapping[str, Any]
 ) -> Callable[..., nn.Module]:
     if isinstance(kind, nn.Module):
-        return lambda input_shape, classes: copy.deepcopy(kind)
+        return lambda input_shape, classes: with_logits(copy.deepcopy(kind))
     if kind in MODELS:
         module, _, name = MODELS[kind][0].partition(":")
         network: Callable[..., nn.Module] = getattr(import_module(f"everfed.models.{module}"), name)

@@ -36,21 +36,42 @@ class ModelError(SettingError):
 
 # networks by name -----------------------------------------------------------------------------------------------------
 class HuggingFace(nn.Module):
-    """A classifier of transformers whose output is the logits: of images (channels, side, side), or of token ids."""
+    """A network of transformers whose output is the logits: of images (channels, side, side), or of token ids, where
+    the config's padding token is masked."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.base = base
 
     def forward(self, x: Tensor) -> Tensor:
-        inputs = {"input_ids": x} if x.dtype == torch.int64 else {"pixel_values": x}
-        logits: Tensor = self.base(**inputs).logits
+        outputs = self.base(**({"pixel_values": x} if x.is_floating_point() else self._tokens(x)))
+        if not hasattr(outputs, "logits"):
+            raise ValueError(
+                f"a {type(self.base).__name__} gives no logits; take its class with a head (...ForImageClassification, "
+                "...ForSequenceClassification)"
+            )
+        logits: Tensor = outputs.logits
         return logits
+
+    def _tokens(self, x: Tensor) -> dict[str, Tensor]:
+        """Token ids with the mask of those that are read; a row of padding alone reads all of it, since attention to
+        nothing is no number."""
+        padding = self.base.config.get_text_config().pad_token_id
+        if padding is None:
+            return {"input_ids": x}
+        empty = x == padding
+        return {"input_ids": x, "attention_mask": (~empty | empty.all(-1, keepdim=True)).long()}
 
     def rebuilding(self) -> dict[str, Any]:
         """What this network is built from, without the folder it came from."""
         config: dict[str, Any] = self.base.config.to_dict()
         return {"config": config}
+
+
+def with_logits(network: nn.Module) -> nn.Module:
+    """A network of transformers, perhaps with adapters of PEFT, so that its outputs are its logits; any other as is."""
+    described = getattr(network, "config", None)
+    return HuggingFace(network) if hasattr(described, "get_text_config") else network
 
 
 @runtime_checkable

@@ -454,3 +454,24 @@ def test_values_count_and_not_what_the_module_holds() -> None:
             value.mul_(3.0)
     found = squared_gradients(Network(module, params, constants, net.loss), x, y, MEMORY)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_network_that_branches_on_data_takes_its_samples_one_by_one() -> None:
+    """As transformers' networks do on a mask; `vmap` cannot."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x @ self.first if bool((x > 0).all()) else x)
+
+    net, x = network(Branching()), torch.rand(3, 4, dtype=torch.float64)
+    check(net, x, torch.tensor([0, 1, 2]), by_layers=False)
+
+
+def test_what_is_wrong_with_a_network_itself_is_said_as_it_is() -> None:
+    net = network(nn.Linear(4, 3))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        net.gradients(torch.zeros(2, 5, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))

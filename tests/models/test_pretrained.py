@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import everfed
 from everfed import models
 from everfed.core.layout import Layout
-from everfed.models.pretrained import FrozenBatchNorm, frozen_digest
+from everfed.models.pretrained import FrozenBatchNorm, HuggingFace, frozen_digest
 from everfed.store.run import RunError
 from everfed.streams import from_arrays
 
@@ -250,6 +250,52 @@ def test_a_hugging_face_folder_with_weights(vit: Path) -> None:
     same = [name for name in own if own[name].shape == saved[name].shape]
     assert len(same) == len(own) - 2 and all(torch.equal(own[name], saved[name]) for name in same)
     assert own["base.classifier.weight"].shape == (CLASSES, 16)
+
+
+def tiny_bert(**changes: Any) -> Any:
+    """A classifier of texts whose padding is token 0."""
+    transformers = pytest.importorskip("transformers", reason="the extra `text` is not installed")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=40, num_labels=CLASSES, max_position_embeddings=16, **sizes, **changes)
+    return transformers.BertForSequenceClassification(config).eval()
+
+
+def test_padding_does_not_change_what_a_text_model_says() -> None:
+    made = HuggingFace(tiny_bert())
+    texts = torch.tensor([[5, 6, 7], [8, 9, 3]])
+    padded = torch.cat([texts, torch.zeros(2, 5, dtype=torch.int64)], 1)
+    torch.testing.assert_close(made(padded), made(texts))
+    assert made(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()  # a text without a word
+    assert not torch.allclose(HuggingFace(tiny_bert(pad_token_id=None))(padded), made(texts))
+
+
+@pytest.mark.parametrize("method", ["ewc", "gss-greedy"])
+def test_methods_with_gradients_of_single_samples_run_on_padded_texts(method: str, tmp_path: Path) -> None:
+    """Their mask makes transformers branch on data."""
+    tokens = np.zeros((24, 6), np.int64)
+    tokens[:, :3] = np.random.default_rng(0).integers(5, 40, (24, 3))
+    arrays = (tokens[:16], np.arange(16) % 4, tokens[16:], np.arange(8) % 4)
+    texts = from_arrays(
+        *arrays, scenario="class-incremental", tasks=2, clients=2, rounds_per_task=1, participation=1.0
+    )
+    settings = {"name": "texts", "method": {"name": method}, "train": {"rounds_per_task": 1}}
+    result = everfed.run({**settings, "model": {"kind": tiny_bert()}}, tmp_path / "run", stream=texts, progress=False)
+    assert result.metrics["acc"] is not None
+
+
+def test_an_object_without_a_head_is_refused_with_the_remedy() -> None:
+    made = build(tiny_bert().bert)
+    with pytest.raises(ValueError, match=r"BertModel gives no logits.*ForSequenceClassification"):
+        made(torch.ones(2, 4, dtype=torch.int64))
+
+
+def test_adapters_of_peft_train_as_they_come(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the extra `peft` is not installed")
+    config = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
+    made = build(peft.get_peft_model(tiny_bert(), config))
+    assert made(torch.ones(2, 4, dtype=torch.int64)).shape == (2, CLASSES)
+    assert {entry.name.split(".")[-2] for entry in Layout.of(made).params} == {"default"}
 
 
 def test_a_hugging_face_folder_that_is_not_there(tmp_path: Path) -> None:

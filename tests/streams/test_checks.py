@@ -84,6 +84,19 @@ def test_ids_that_recur_for_other_samples_are_refused() -> None:
         run(Mine(apart=False), "naive-uniform")
 
 
+def test_all_samples_of_recurring_ids_are_compared() -> None:
+    """The first of each task is the same; the others are not."""
+
+    class Alike(Mine):
+        def samples(self, *key: int) -> Data:
+            found = super().samples(*key)
+            found.x[0] = 1.0
+            return found
+
+    with pytest.raises(UserError, match=r"client 0, task 1: sample id 1 is another sample of task 0"):
+        run(Alike(apart=False), "naive-uniform")
+
+
 def test_the_same_sample_may_come_again() -> None:
     class Recurring(Mine):
         def data(self, client: int, task: int) -> Data:

@@ -62,7 +62,14 @@ class Network:
         def loss_of_one(params: Named, one: Tensor, label: Tensor) -> Tensor:
             return self.loss(self.outputs(params, one[None]), label[None])
 
-        found: Named = vmap(grad(loss_of_one), in_dims=(None, 0, 0))(dict(self.params), x, y)
+        gradient, params = grad(loss_of_one), dict(self.params)
+        try:
+            found: Named = vmap(gradient, in_dims=(None, 0, 0))(params, x, y)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # the network branches on data, as transformers' do on a mask: one sample after the other
+            single = [gradient(params, *pair) for pair in zip(x, y, strict=True)]
+            found = {name: torch.stack([one[name] for one in single]) for name in params}
         return found
 
 
