@@ -8,7 +8,7 @@ hashed word counts, the same on every machine and every client.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -103,8 +103,10 @@ class WordLlamaEncoder:
 
 
 class TransformerEncoder:
-    """The first token's vector of a transformer's last layer, in eval mode. place: a folder with config.json, tokenizer
-    and model.safetensors, or a model of the Hugging Face hub, which is then downloaded."""
+    """A text's vector by a transformer in eval mode: its first token's of the last layer, or, where the folder says so
+    (1_Pooling/config.json of sentence-transformers), the mean or the maximum over its tokens. Vectors that are to be
+    normalised (modules.json) get length NORM. place: a folder with config.json, tokenizer and model.safetensors, or a
+    model of the Hugging Face hub, which is then downloaded."""
 
     def __init__(self, place: str) -> None:
         self.place, self.name = place, f"transformer:{Path(place).name if Path(place).is_dir() else place}"
@@ -112,34 +114,62 @@ class TransformerEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Of the weights themselves, where they are at hand."""
+        """Of the weights themselves, where they are at hand, and of what is done with them."""
         weights = Path(self.place) / "model.safetensors"
-        return f"{self.name} {file_digest(weights) if weights.is_file() else ''} first token of {_LENGTH}"
+        pooling, length = self._pooling()
+        how = {"cls": "first token"}.get(pooling, pooling) + (" normalised" if length else "")
+        return f"{self.name} {file_digest(weights) if weights.is_file() else ''} {how} of {_LENGTH}"
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         import torch
 
         tokenizer, model = self._load()
+        pooling, normalised = self._pooling()
         found = []
         with torch.no_grad():
             for batch in _batches(texts):
                 tokens = tokenizer(batch, padding=True, truncation=True, max_length=_LENGTH, return_tensors="pt")
                 kept = {key: tokens[key] for key in ("input_ids", "attention_mask")}
-                found.append(model(**kept).last_hidden_state[:, 0].float().numpy())
-        return np.concatenate(found) if found else np.zeros((0, model.config.hidden_size), np.float32)
+                found.append(_POOLINGS[pooling](model(**kept).last_hidden_state.float(), kept["attention_mask"]))
+        vectors = torch.cat(found) if found else torch.zeros(0, model.config.hidden_size)
+        made: np.ndarray = (NORM * torch.nn.functional.normalize(vectors) if normalised else vectors).numpy()
+        return made
+
+    def _pooling(self) -> tuple[str, bool]:
+        """(how tokens become one vector, is it normalised?), as the files of sentence-transformers say."""
+        modules, pooling = self._described("modules.json") or [], self._described("1_Pooling/config.json") or {}
+        chosen = [key for key, value in pooling.items() if key.startswith("pooling_mode_") and value]
+        names = [key.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token") for key in chosen]
+        if len(names) > 1 or set(names) - set(_POOLINGS):
+            raise DataError(
+                f"stream.encoder: {self.place} pools by {', '.join(chosen)}; one of {', '.join(_POOLINGS)} is needed"
+            )
+        return (names or ["cls"])[0], any(one["type"].endswith("Normalize") for one in modules)
+
+    def _described(self, name: str) -> Any:
+        """The content of a JSON file beside the weights; None where there is none."""
+        path = Path(self.place) / name
+        return json.loads(path.read_text()) if path.is_file() else None
 
     def _load(self) -> tuple[Any, Any]:
         if self._loaded is None:
             transformers = _transformers()
-            own = Path(self.place).is_dir()
             try:
-                tokenizer = transformers.AutoTokenizer.from_pretrained(self.place, local_files_only=own)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(self.place, local_files_only=True)
                 # safetensors only: other weight files are pickles
-                model = transformers.AutoModel.from_pretrained(self.place, local_files_only=own, use_safetensors=True)
+                model = transformers.AutoModel.from_pretrained(self.place, local_files_only=True, use_safetensors=True)
             except (OSError, ValueError, json.JSONDecodeError) as problem:
                 raise DataError(f"stream.encoder: {self.place} cannot be loaded ({problem})") from problem
             self._loaded = tokenizer, model.eval()
         return self._loaded
+
+
+# (n, length, d) of the last layer, (n, length) mask of the text's tokens -> (n, d)
+_POOLINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "cls": lambda hidden, mask: hidden[:, 0],
+    "mean": lambda hidden, mask: (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True),
+    "max": lambda hidden, mask: hidden.masked_fill(mask.unsqueeze(-1) == 0, float("-inf")).amax(1),
+}
 
 
 class ImageEncoder:
@@ -224,8 +254,8 @@ def make_encoder(spec: str | None, folder: Path | None) -> Encoder:
         return _hashing(spec)
     if spec.startswith(HUB):
         require_network(spec)
-        return TransformerEncoder(spec.removeprefix(HUB))
-    found = next((place for place in places(spec, None) if place.is_dir()), None)
+        return TransformerEncoder(_downloaded(spec.removeprefix(HUB)))
+    found = next((place for place in places(spec, folder) if place.is_dir()), None)
     if found is not None:
         return TransformerEncoder(str(found))
     return _own(spec)
@@ -265,6 +295,18 @@ def _transformers() -> Any:
             "stream.encoder: transformers are not installed; install them with: pip install 'everfed[text]'"
         ) from missing
     return transformers
+
+
+def _downloaded(name: str) -> str:
+    """The folder of a model of the hub, with its weights, its tokenizer and what says how tokens are pooled."""
+    _transformers()
+    import huggingface_hub  # comes with transformers
+
+    try:
+        kept = ["*.json", "*.txt", "*.model", "model*.safetensors"]
+        return huggingface_hub.snapshot_download(name, allow_patterns=kept)
+    except (OSError, ValueError) as problem:
+        raise DataError(f"stream.encoder: {HUB}{name} cannot be downloaded ({problem})") from problem
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -14,12 +14,11 @@ import numpy as np
 
 from everfed.data.errors import DataError
 from everfed.data.source import require_finite
-from everfed.data.split import held_out
+from everfed.data.split import SPLIT_SEED, held_out
 from everfed.data.targets import strata
 
 # A set that comes without a test part gets one: this share of every class, drawn with this seed.
 TEST_FRACTION = 0.2
-SPLIT_SEED = 0
 
 R = TypeVar("R")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from everfed.data.errors import DataError
+from everfed.data.split import thinned
 from everfed.data.targets import CLASSES, KINDS, kind_of, storage_targets, strata
 
 # An image axis of one of these lengths is taken for the channels.
@@ -50,6 +51,13 @@ class Source:
         _check_alike(self.name, self.x_train, self.x_test)
         if len(self.class_names) != self.classes:
             raise DataError(f"{self.name}: {len(self.class_names)} class names for {self.classes} classes")
+
+    def thinned(self, most_train: int | None, most_test: int | None) -> Source:
+        """At most so many samples of each part, every class in proportion: the same ones in every run."""
+        parts = (("train", most_train), ("test", most_test))
+        train, test = (thinned(self.strata(part), most) for part, most in parts)
+        arrays = self.x_train[train], self.y_train[train], self.x_test[test], self.y_test[test]
+        return replace(self, **dict(zip(("x_train", "y_train", "x_test", "y_test"), arrays, strict=True)))
 
     @property
     def test_labels(self) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+SPLIT_SEED = 0  # of parts that are the same in every run
+
 
 def stratified(labels: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
     """`count` positions of `labels`, ascending, every class in proportion (largest remainder).
@@ -15,6 +17,13 @@ def stratified(labels: np.ndarray, count: int, rng: np.random.Generator) -> np.n
     starts = np.cumsum(sizes) - sizes
     chosen = [order[start : start + k] for start, k in zip(starts, take, strict=True)]
     return np.sort(np.concatenate([*chosen, np.empty(0, np.int64)]))
+
+
+def thinned(labels: np.ndarray, most: int | None) -> np.ndarray:
+    """`most` positions of `labels`, every class in proportion, the same ones in every run; all of them for None."""
+    if most is None or most >= len(labels):
+        return np.arange(len(labels))
+    return stratified(labels, most, np.random.default_rng(SPLIT_SEED))
 
 
 def held_out(labels: np.ndarray, fraction: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

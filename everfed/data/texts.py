@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from everfed.data.errors import DataError
-from everfed.data.formats import SPLIT_SEED, TEST_FRACTION, read_names
-from everfed.data.split import held_out, stratified
+from everfed.data.formats import TEST_FRACTION, read_names
+from everfed.data.split import SPLIT_SEED, held_out, thinned
 from everfed.naming import places
 
 SUFFIX = ".jsonl"
@@ -49,9 +49,14 @@ class Texts:
     def thinned(self, most_train: int | None, most_test: int | None) -> Texts:
         """At most so many texts of each part, every class in proportion: the same ones in every run, so that their
         features are computed once."""
-        train, y_train = _thinned(self.train, self.y_train, most_train)
-        test, y_test = _thinned(self.test, self.y_test, most_test)
-        return replace(self, train=train, y_train=y_train, test=test, y_test=y_test)
+        train, test = thinned(self.y_train, most_train), thinned(self.y_test, most_test)
+        return replace(
+            self,
+            train=tuple(self.train[row] for row in train),
+            y_train=self.y_train[train],
+            test=tuple(self.test[row] for row in test),
+            y_test=self.y_test[test],
+        )
 
 
 @dataclass(frozen=True)
@@ -237,13 +242,6 @@ def _parts(rows: Sequence[TextRow], y: np.ndarray, path: Path) -> tuple[np.ndarr
         if not len(chosen):
             raise DataError(f"{path}: holds no text of the {name} part")
     return found
-
-
-def _thinned(texts: tuple[str, ...], y: np.ndarray, most: int | None) -> tuple[tuple[str, ...], np.ndarray]:
-    if most is None or most >= len(texts):
-        return texts, y
-    rows = stratified(y, most, np.random.default_rng(SPLIT_SEED))
-    return tuple(texts[row] for row in rows), y[rows]
 
 
 def _own_file(name: str, folder: Path | None) -> Path | None:

@@ -130,6 +130,7 @@ def _read(common: Options, dataset: str | Path, data_dir: str | Path | None) -> 
         raise OptionError("encoder", f"{source.name} has no texts; leave it out")
     if source.x_train.dtype != torch.uint8:
         raise OptionError("encoder", f"{source.name} has neither texts nor images; leave it out")
+    source = source.thinned(common.max_train, common.max_test)
     return encoded_images(source, make_image_encoder(common.encoder, data_folder(data_dir)))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from everfed import streams
 from everfed.data import load
@@ -120,7 +121,6 @@ def tiny_distilbert(folder: Path) -> Path:
 
 
 def test_a_transformer_of_a_folder_gives_its_first_tokens_vector(tmp_path: Path) -> None:
-    import torch
     from transformers import AutoModel
 
     folder = tiny_distilbert(tmp_path / "distilbert-base-uncased")
@@ -129,6 +129,32 @@ def test_a_transformer_of_a_folder_gives_its_first_tokens_vector(tmp_path: Path)
     with torch.no_grad():  # [CLS] the quick brown fox [SEP]
         hidden = AutoModel.from_pretrained(folder).eval()(torch.tensor([[2, 5, 6, 7, 8, 3]])).last_hidden_state
     np.testing.assert_allclose(vectors[0], hidden[0, 0].numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["mean_tokens", "max_tokens", "cls_token"])
+def test_a_folder_of_sentence_transformers_is_pooled_as_it_says(mode: str, tmp_path: Path) -> None:
+    """Over a text's own tokens, not over the padding of a batch."""
+    folder = tiny_distilbert(tmp_path / "sentences")
+    plain = TransformerEncoder(str(folder)).fingerprint
+    (folder / "1_Pooling").mkdir()
+    modes = {f"pooling_mode_{key}": key == mode for key in ("mean_tokens", "max_tokens", "cls_token")}
+    (folder / "1_Pooling/config.json").write_text(json.dumps({**modes, "word_embedding_dimension": 16}))
+    encoder = make_encoder("sentences", tmp_path)
+    vectors = encoder.encode(["fox", "the quick brown fox"])
+    hidden = encoder._load()[1](torch.tensor([[2, 8, 3]])).last_hidden_state[0].detach()
+    expected = {"mean_tokens": hidden.mean(0), "max_tokens": hidden.amax(0), "cls_token": hidden[0]}[mode]
+    np.testing.assert_allclose(vectors[0], expected.numpy(), rtol=1e-4, atol=1e-5)
+    assert (encoder.fingerprint == plain) is (mode == "cls_token")
+
+
+def test_normalised_vectors_have_one_length_and_odd_pooling_is_refused(tmp_path: Path) -> None:
+    folder = tiny_distilbert(tmp_path / "sentences")
+    (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Normalize"}]))
+    assert np.linalg.norm(TransformerEncoder(str(folder)).encode(TEXTS), axis=1) == pytest.approx(10.0)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_weightedmean_tokens": True}))
+    with pytest.raises(DataError, match="pools by pooling_mode_weightedmean_tokens; one of cls, mean, max is needed"):
+        TransformerEncoder(str(folder)).encode(TEXTS)
 
 
 def test_auto_takes_distilbert_where_its_weights_are_and_hashing_elsewhere(

@@ -58,6 +58,14 @@ def test_features_are_computed_once(data: Path) -> None:
     np.testing.assert_allclose(held.x.numpy(), X[held.ids].mean((2, 3), dtype=np.float32))
 
 
+def test_no_more_images_are_encoded_than_are_used(data: Path) -> None:
+    made = stream(data, f"{__name__}:Means", max_train=12, max_test=4)
+    held = [made.data(client, task) for client in range(2) for task in range(2)]
+    assert sorted(label for one in held for label in one.y.tolist()) == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    kept = [np.load(path) for path in (data / "cache/features").iterdir()]
+    assert sorted(map(len, kept)) == [4, 12]
+
+
 def save_vit(folder: Path, **changes: int) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra `text` is not installed")
     sizes = {"image_size": 12, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
