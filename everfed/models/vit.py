@@ -197,14 +197,18 @@ _HUGGING_FACE = {
     "intermediate.dense": "mlp.fc1",
     "output.dense": "mlp.fc2",
 }
-_SCALED = {"layer_scale1.lambda1": "attn.proj", "layer_scale2.lambda1": "mlp.fc2", "ls1.gamma": "attn.proj",
-           "ls2.gamma": "mlp.fc2"}  # DINOv2's factors of a branch, of transformers and of timm -> its last layer
+_SCALED = {
+    "layer_scale1.lambda1": "attn.proj",
+    "layer_scale2.lambda1": "mlp.fc2",
+    "ls1.gamma": "attn.proj",
+    "ls2.gamma": "mlp.fc2",
+}  # DINOv2's factors of a branch, of transformers and of timm -> its last layer
 _UNUSED = ("pooler.", "embeddings.mask_token", "mask_token")
 _QKV = tuple(f"attention.attention.{which}" for which in ("query", "key", "value"))
 
 
 def own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a ViT's or a DINOv2's weight file under the names of `ViT`; timm's names are the same. Of a Hugging
+    """The tensors of a weight file of ViT or DINOv2 under the names of `ViT`; timm's names are the same. Of a Hugging
     Face file, queries, keys and values become one matrix in this order. What `ViT` has not is left out: the pooler, and
     DINOv2's mask token, for training alone."""
     return _without_layer_scale(_renamed(tensors))

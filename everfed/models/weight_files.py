@@ -28,9 +28,9 @@ def read(file: Path, sha256: str) -> dict[str, Tensor]:
 
 
 def _read_vit(file: Path) -> dict[str, Tensor]:
-    """The Vision Transformer in an ONNX file, under the names of transformers. ONNX numbers the weights of linear layers
-    and transposes them; the bias that is added to their product has its name. Two nameless constants are the positions
-    of the class token and of the patches."""
+    """The Vision Transformer in an ONNX file, under the names of transformers. ONNX numbers the weights of linear
+    layers and transposes them; the bias that is added to their product has its name. Two nameless constants are the
+    positions of the class token and of the patches."""
     try:
         import onnx
         from onnx import numpy_helper

@@ -46,11 +46,11 @@ def export(module: nn.Module, description: Description, to: str, folder: Path) -
         raise ModelFileError(f"{folder} exists already; name a new folder with --out")
     folder.mkdir(parents=True)
     try:
-        samples = example(description)
+        samples = example(description, module)
         inputs = normalised(description, samples) if description.mean is not None else samples.float()
         with torch.no_grad():
             expected = module.eval()(inputs)
-            found = FORMATS[to](module, description, folder, samples)
+            found = _written(module, description, to, folder, samples)
         difference = float((found - expected).abs().max())
         if not difference <= TOLERANCE * max(1.0, float(expected.abs().max())):
             raise ModelFileError(
@@ -63,13 +63,25 @@ def export(module: nn.Module, description: Description, to: str, folder: Path) -
     return difference
 
 
-def example(description: Description) -> Tensor:
-    """Random samples of the run's form, the same every time."""
+def _written(module: nn.Module, description: Description, to: str, folder: Path, samples: Tensor) -> Tensor:
+    """The outputs of the network in its new format. Raises ModelFileError for whatever another library cannot do."""
+    try:
+        return FORMATS[to](module, description, folder, samples)
+    except ModelFileError:
+        raise
+    except Exception as error:  # exporters of torch, ONNX, transformers and PEFT have errors of many kinds
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ModelFileError(f"--to {to}: {description.kind!r} cannot be written in this format: {reason}") from error
+
+
+def example(description: Description, module: nn.Module) -> Tensor:
+    """Random samples of the run's form, the same every time; token ids are below those of the first embedding."""
     generator, shape = torch.Generator().manual_seed(0), (SAMPLES, *description.input_shape)
     if description.dtype == "uint8":
         return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     if description.dtype == "int64":
-        return torch.zeros(shape, dtype=torch.int64)
+        table = next((layer for layer in module.modules() if isinstance(layer, nn.Embedding)), None)
+        return torch.randint(0, table.num_embeddings if table else 1, shape, generator=generator)
     return torch.randn(shape, generator=generator)
 
 

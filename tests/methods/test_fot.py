@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from everfed.core.layout import Layout
 from everfed.core.message import Model
 from everfed.core.optimizer import Optimizer
 from everfed.core.tree import equal
-from everfed.method import Client, Server
+from everfed.method import Client, CompositionError, Server
 from everfed.methods import registry as methods
 from everfed.methods.common.layers import fan_in, hidden_weights
 from everfed.methods.project.fot import FOT, Sketch, directions, extended, input_columns, outside, wanted_share
@@ -209,15 +210,19 @@ def test_no_task_id_is_read() -> None:
 def test_the_columns_are_what_the_layer_multiplies(layer: nn.Module) -> None:
     shape = (3, 2, 5, 5) if isinstance(layer, nn.Conv2d) else (3, 4)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    columns = input_columns(layer, x, "layer.weight")
+    columns = input_columns(layer, x)
     expected = layer(x).transpose(0, 1).reshape(5, -1) if isinstance(layer, nn.Conv2d) else layer(x).T
     assert torch.allclose(layer.weight.reshape(5, -1) @ columns, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("layer", [nn.Conv2d(2, 2, 3, groups=2), nn.Conv2d(2, 2, 3, padding="same")])
-def test_layers_it_cannot_project_are_named(layer: nn.Module) -> None:
-    with pytest.raises(ValueError, match="fot cannot project block.weight"):
-        input_columns(layer, torch.zeros(1, 2, 5, 5), "block.weight")
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(2, 2, 3, groups=2), nn.Conv2d(2, 2, 3, padding="same"), nn.Embedding(5, 2)]
+)
+def test_layers_it_cannot_project_are_named_before_the_run(layer: nn.Module) -> None:
+    module = nn.ModuleDict({"block": layer, "head": nn.Linear(2, 2)})
+    facts = SimpleNamespace(layout=Layout.of(module))
+    with pytest.raises(CompositionError, match=f"cannot project block.weight.*{type(layer).__name__}.*trainable"):
+        FOT().adapt(module, cast(Server, facts))
 
 
 # bytes ---------------------------------------------------------------------------------------------------------------

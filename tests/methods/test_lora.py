@@ -276,3 +276,50 @@ def test_a_stream_that_hides_its_boundaries_is_refused() -> None:
 def test_a_run_needs_no_task_ids() -> None:
     plain, blind = (Bench("lora", stream=Toy(task_ids=known)).run().params for known in (True, False))
     assert torch.equal(plain, blind)
+
+
+# layers of other kinds ------------------------------------------------------------------------------------------------
+class Conv1D(nn.Module):
+    """Of transformers, in GPT-2: a linear layer whose weight is (in, out)."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+def test_a_conv1d_is_adapted_like_a_linear_layer() -> None:
+    base, x = Conv1D(4, 6), torch.randn(3, 6)
+    alike = nn.Linear(6, 4)
+    alike.weight, alike.bias = nn.Parameter(base.weight.T.clone()), base.bias
+    ours, other = (LoRALinear(one, "name", 2, 2, 0) for one in (base, alike))
+    assert torch.equal(ours.lora_A, other.lora_A)
+    for layer in (ours, other):
+        nn.init.constant_(layer.lora_B, 0.3)
+    torch.testing.assert_close(ours(x), other(x))
+    assert type(ours.merged()) is type(ours.without_factors()) is Conv1D
+    torch.testing.assert_close(ours.merged()(x), ours(x))
+    torch.testing.assert_close(ours.without_factors()(x), base(x))
+
+
+def test_factors_and_head_of_a_bf16_network_are_float32() -> None:
+    module = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).bfloat16()
+    lora.add(module, {"rank": 2}, 0)
+    assert {entry.name for entry in Layout.of(module).params} == {"0.lora_A", "0.lora_B", "2.weight", "2.bias"}
+    outputs = module(torch.randn(4, 6).bfloat16())
+    assert outputs.dtype == torch.float32 and module[0].weight.dtype == torch.bfloat16
+    outputs.sum().backward()
+    assert module[0].lora_B.grad.abs().sum() > 0
+
+
+def test_a_head_that_shares_its_weight_is_left_alone() -> None:
+    module = nn.ModuleDict({"words": nn.Embedding(7, 4), "inner": nn.Linear(4, 4), "out": nn.Linear(4, 7, bias=False)})
+    module["out"].weight = module["words"].weight
+    with pytest.raises(ValueError, match=r"head out shares its weight with Embedding.*lora.head = false"):
+        lora.add(module, {}, 0)
+    lora.add(module, {"head": False}, 0)
+    assert {entry.name for entry in Layout.of(module).params} == {"inner.lora_A", "inner.lora_B"}
+    with pytest.raises(ValueError, match="lora.head must be true or false; got 'no'"):
+        lora.add(module, {"head": "no"}, 0)

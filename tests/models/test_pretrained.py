@@ -201,6 +201,23 @@ def test_weights_of_another_network_are_refused_with_the_names(saved: tuple[Path
         build(Net(), weights=str(folder / "odd.safetensors"))
 
 
+def test_a_head_with_an_unusual_name_may_be_named(saved: tuple[Path, Net]) -> None:
+    class Odd(Net):
+        def __init__(self, classes: int) -> None:
+            super().__init__()
+            del self.head
+            self._fc = nn.Linear(5 * 36, classes)
+
+    folder, _ = saved
+    safetensors.torch.save_file(Odd(9).state_dict(), folder / "odd.safetensors")
+    weights = {"weights": str(folder / "odd.safetensors")}
+    with pytest.raises(models.ModelError, match=r'_fc.weight, _fc.bias; .*unusual name: model.head = "_fc"'):
+        build(Odd(CLASSES), **weights)
+    assert build(Odd(CLASSES), **weights, head="_fc")._fc.out_features == CLASSES  # type: ignore[union-attr]
+    with pytest.raises(models.ModelError, match="model.head must name the last layer"):
+        build(Odd(CLASSES), **weights, head=3)
+
+
 def test_pickles_and_missing_files_are_refused(tmp_path: Path) -> None:
     torch.save(Net().state_dict(), tmp_path / "weights.pt")
     with pytest.raises(models.ModelError, match="not a safetensors file"):
@@ -276,9 +293,7 @@ def test_methods_with_gradients_of_single_samples_run_on_padded_texts(method: st
     tokens = np.zeros((24, 6), np.int64)
     tokens[:, :3] = np.random.default_rng(0).integers(5, 40, (24, 3))
     arrays = (tokens[:16], np.arange(16) % 4, tokens[16:], np.arange(8) % 4)
-    texts = from_arrays(
-        *arrays, scenario="class-incremental", tasks=2, clients=2, rounds_per_task=1, participation=1.0
-    )
+    texts = from_arrays(*arrays, scenario="class-incremental", tasks=2, clients=2, rounds_per_task=1, participation=1.0)
     settings = {"name": "texts", "method": {"name": method}, "train": {"rounds_per_task": 1}}
     result = everfed.run({**settings, "model": {"kind": tiny_bert()}}, tmp_path / "run", stream=texts, progress=False)
     assert result.metrics["acc"] is not None
@@ -350,6 +365,14 @@ def test_a_recipe_cannot_make_timm_fetch_or_write_files(
     assert asked == []
 
 
+def test_a_torchvision_of_another_torch_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(models.ModelError, match=r"made for the torch .*nms does not exist.*everfed\[vision\]"):
+        build("timm:vit_tiny_patch16_224")
+
+
 def test_timm_itself() -> None:
     pytest.importorskip("timm", reason="needs timm and torchvision", exc_type=ImportError)
     made = build("timm:vit_tiny_patch16_224", depth=1, embed_dim=12, num_heads=2, patch_size=4)
@@ -361,5 +384,5 @@ def test_timm_itself() -> None:
 
 
 def test_an_unknown_kind_names_what_is_allowed() -> None:
-    with pytest.raises(models.ModelError, match="timm:NAME, hf:FOLDER or package.module:Name"):
+    with pytest.raises(models.ModelError, match="timm:NAME, hf:FOLDER, wheel:NAME or package.module:Name"):
         build("vitt")

@@ -29,6 +29,7 @@ from everfed.core.tree import on_device
 from everfed.method import (
     END,
     TOGETHER,
+    AddsParameters,
     Aggregator,
     Client,
     Cohort,
@@ -49,7 +50,7 @@ _AT_ONCE = 16  # samples whose layer inputs are held at a time
 
 
 @dataclass(frozen=True)
-class FOT(Part):
+class FOT(AddsParameters, Part):
     """A basis has at most as many directions as the sketch has columns, and a sketch with few columns makes the inputs
     look concentrated: then it holds less energy than `threshold`."""
 
@@ -84,6 +85,18 @@ class FOT(Part):
                 f"part {self.name!r} projects updates of hidden layers, but none is trained: low-rank adapters and "
                 "frozen networks have none"
             )
+
+    def adapt(self, module: nn.Module, server: Server) -> None:
+        """Refuses a network with a trained layer whose inputs it cannot sketch."""
+        for entry in hidden_weights(server.layout):
+            owner, _, leaf = entry.name.rpartition(".")
+            layer = module.get_submodule(owner)
+            if leaf != "weight" or not _has_columns(layer):
+                raise CompositionError(
+                    f"part {self.name!r} cannot project {entry.name}: it needs linear layers, or 2-D convolutions "
+                    f"without groups and with numbers for their padding; this is of a {type(layer).__name__}. "
+                    "Freeze it (model.trainable), or use another method"
+                )
 
     def phases(self):
         reduce = {"sketch": Sum(), "outside": Mean(weighted=True)}
@@ -229,22 +242,22 @@ def layer_inputs(trainer: Trainer, model: Model, data: Data, entries: list[Entry
 
 
 def _record(module: nn.Module, entry: Entry, seen: dict[str, Tensor]) -> Any:
-    layer = module.get_submodule(entry.name.rpartition(".")[0])
+    layer: Any = module.get_submodule(entry.name.rpartition(".")[0])
 
     def record(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        seen[entry.name] = input_columns(layer, arguments[0].float(), entry.name)
+        seen[entry.name] = input_columns(layer, arguments[0].float())
 
     return layer.register_forward_pre_hook(record)
 
 
-def input_columns(layer: nn.Module, x: Tensor, name: str) -> Tensor:
+def input_columns(layer: Any, x: Tensor) -> Tensor:
     """(m, N) im2col of a layer's input."""
     if isinstance(layer, nn.Linear):
         return x.reshape(-1, x.shape[-1]).T
-    if isinstance(layer, nn.Conv2d) and layer.groups == 1 and not isinstance(layer.padding, str):
-        columns = functional.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
-        return columns.transpose(0, 1).reshape(columns.shape[1], -1)
-    raise ValueError(
-        f"fot cannot project {name}: it needs linear layers, or 2-D convolutions without groups and with numbers for "
-        f"their padding; this is {layer}"
-    )
+    columns = functional.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    return columns.transpose(0, 1).reshape(columns.shape[1], -1)
+
+
+def _has_columns(layer: nn.Module) -> bool:
+    convolution = isinstance(layer, nn.Conv2d) and layer.groups == 1 and not isinstance(layer.padding, str)
+    return convolution or isinstance(layer, nn.Linear)
