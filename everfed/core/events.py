@@ -59,7 +59,7 @@ class Reporter:
 
     def __init__(
         self,
-        notify: Callable[[Event], None],
+        notify: Observer,
         monitors: Sequence[Monitor],
         parts: Sequence[Part],
         watched: dict[str, dict[str, Any]],

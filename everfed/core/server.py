@@ -17,7 +17,7 @@ from typing import Any
 from everfed.core.context import Context, Place, PlaceKey, Setup
 from everfed.core.engine import Engine, PhaseCall, Replies
 from everfed.core.evaluate import EvalOptions, Evaluation, scored_on_clients
-from everfed.core.events import Event, Monitor, Reporter, check_finite
+from everfed.core.events import Monitor, Observer, Reporter, check_finite
 from everfed.core.handle import Server, with_state
 from everfed.core.layout import PIECES, TrainsPieces, cut, pasted
 from everfed.core.message import (
@@ -108,7 +108,7 @@ class Runner:
         engine: Engine,
         model: Model,
         evaluation: EvalOptions,
-        notify: Callable[[Event], None] = lambda event: None,
+        notify: Observer = lambda event: None,
         save: Callable[[RunState, bool], None] = lambda state, task_end: None,
         state: RunState | None = None,
         monitors: Sequence[Monitor] = (),

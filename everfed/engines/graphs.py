@@ -20,6 +20,7 @@ from everfed.core.client import Reply
 from everfed.core.context import Place, Setup
 from everfed.core.data import Data, DataCache, device_memory
 from everfed.core.engine import ClientError
+from everfed.core.events import Observer
 from everfed.core.message import Message, State
 from everfed.core.part import Part
 from everfed.core.phase import EVALUATE, TRAIN, Phase
@@ -52,7 +53,7 @@ class Graphs(OneTrainer):
         slots: int = 0,
         compiled: bool = False,
         host_threads: int = 0,
-        notify: Callable[[dict[str, Any]], None] = lambda event: None,
+        notify: Observer = lambda event: None,
     ) -> None:
         self.setup, self.store, self.notify = setup, store, notify
         self._build_module, self._precision, self._compiled = build_module, precision, compiled

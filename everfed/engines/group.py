@@ -51,12 +51,12 @@ class Group:
         dist.all_gather(boxes, padded)
         return [bytes(box[: int(n)].cpu().numpy()) for box, n in zip(boxes, sizes, strict=True)]
 
-    def share(self, slots: Tree | None) -> Tree:
-        """The leader's slots, for everybody; the others give None, and get them on their device."""
-        if slots is None:
+    def share(self, state: Tree | None) -> Tree:
+        """The leader's state, for everybody; the others give None, and get it on their device."""
+        if state is None:
             return on_device(tree.from_bytes(self._from_leader(None)), self.device)
-        self._from_leader(tree.to_bytes(slots))
-        return slots
+        self._from_leader(tree.to_bytes(state))
+        return state
 
     def _from_leader(self, data: bytes | None) -> bytes:
         """The leader's bytes; the others give None."""

@@ -1,4 +1,4 @@
-"""The `Once` payloads that a client received, on its disk: the newest of each kind, named by its content."""
+"""The `Cached` payloads that a client received, on its disk: the newest of each kind, named by its content."""
 
 from __future__ import annotations
 

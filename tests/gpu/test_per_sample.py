@@ -47,10 +47,9 @@ def test_selection_takes_closed_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Layers, "gradients", lambda self, x, y: taken.append(len(x)) or gradients(self, x, y))
     net = network()
     x, y = torch.randn(12, 3, 32, 32, device="cuda"), torch.randint(0, 10, (12,), device="cuda")
-    args = (net.module, net.params, net.constants, x, y, net.loss)
-    rows = selection.sample_gradients(*args, memory=4 << 30)
+    rows = selection.sample_gradients(net, x, y, memory=4 << 30)
     each = net.gradients(x, y)
     expected = torch.cat([each[name].reshape(12, -1) for name in net.params], dim=1)
     assert (rows - expected).norm() <= 0.01 * expected.norm() and 12 in taken
-    norms = selection.sample_gradient_norms(*args, memory=4 << 30)
+    norms = selection.sample_gradient_norms(net, x, y, memory=4 << 30)
     assert torch.allclose(norms, expected.norm(dim=1), rtol=0.01)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from everfed.method import Optimizer, TrainOptions
+from everfed.methods.common.per_sample import Network
 from everfed.methods.replay.refed import ReFed, importance, informative_step, most_important, proximity
 from everfed.methods.replay.sample_gradients import sample_gradient_norms
 from tests.support.toy import Bench
@@ -165,7 +166,8 @@ def test_linear_classifier_closed_form_and_nothing_is_touched() -> None:
         return {"1.weight": v[:12].view(4, 3), "1.bias": v[12:]}
 
     def model_norms(v: Tensor, rows: np.ndarray) -> Tensor:
-        return sample_gradient_norms(model, unflatten(v), buffers, x[rows], y[rows], nn.functional.cross_entropy)
+        network = Network(model, unflatten(v), buffers, nn.functional.cross_entropy)
+        return sample_gradient_norms(network, x[rows], y[rows])
 
     flat = torch.cat([value.detach().flatten() for value in params.values()])
     start = flat.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from everfed.methods.common.per_sample import Network
 from everfed.methods.replay.diversity import Candidates
 from everfed.methods.replay.sample_gradients import (
     RandomProjection,
@@ -47,6 +49,10 @@ def arguments(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor], dict[str,
     return model, dict(model.named_parameters()), dict(model.named_buffers())
 
 
+def of(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy) -> Network:
+    return Network(*arguments(model), loss)
+
+
 def one_by_one(model: nn.Module, x: Tensor, y: Tensor, names: tuple[str, ...] | None = None) -> Tensor:
     model = model.eval()
     rows = []
@@ -59,7 +65,7 @@ def one_by_one(model: nn.Module, x: Tensor, y: Tensor, names: tuple[str, ...] | 
 
 def test_equals_one_backward_pass_per_sample_in_eval_mode() -> None:
     model, (x, y) = network(), batch()
-    got = sample_gradients(*arguments(model), x, y, cross_entropy)
+    got = sample_gradients(of(model), x, y)
     torch.testing.assert_close(got, one_by_one(model, x, y), rtol=1e-12, atol=1e-14)
     assert not got.requires_grad
 
@@ -68,7 +74,7 @@ def test_the_module_is_left_as_it_was() -> None:
     model, (x, y) = network(), batch()
     model[1].eval()  # a frozen BatchNorm inside a training model
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    sample_gradients(*arguments(model), x, y, cross_entropy)
+    sample_gradients(of(model), x, y)
     assert model.training and model[3].training and not model[1].training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -78,7 +84,7 @@ def test_weights_come_from_the_arguments_not_from_the_module() -> None:
     model, (x, y) = network(), batch()
     _, params, buffers = arguments(model)
     other = {name: value + 0.1 for name, value in params.items()}
-    got = sample_gradients(model, other, buffers, x, y, cross_entropy)
+    got = sample_gradients(Network(model, other, buffers, cross_entropy), x, y)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1
@@ -88,14 +94,14 @@ def test_weights_come_from_the_arguments_not_from_the_module() -> None:
 @pytest.mark.parametrize("projection", [None, RandomProjection(64, seed=2)])
 def test_chunks_do_not_change_the_result(projection: RandomProjection | None) -> None:
     model, (x, y) = network(), batch()
-    whole = sample_gradients(*arguments(model), x, y, cross_entropy, projection=projection)
-    held = activation_bytes(*arguments(model), x, y, cross_entropy)
+    whole = sample_gradients(of(model), x, y, projection=projection)
+    held = activation_bytes(of(model), x, y)
     needed = bytes_needed(dict(model.named_parameters()), len(x), projection=projection, activations=held)
     for samples in (1, 2, 5):
         memory = needed.result + samples * needed.per_sample
-        got = sample_gradients(*arguments(model), x, y, cross_entropy, projection=projection, memory=memory)
+        got = sample_gradients(of(model), x, y, projection=projection, memory=memory)
         torch.testing.assert_close(got, whole, rtol=1e-12, atol=1e-14)
-        norms = sample_gradient_norms(*arguments(model), x, y, cross_entropy, memory=samples * needed.per_sample)
+        norms = sample_gradient_norms(of(model), x, y, memory=samples * needed.per_sample)
         if projection is None:
             torch.testing.assert_close(norms, whole.norm(dim=1), rtol=1e-12, atol=1e-14)
 
@@ -122,32 +128,32 @@ def test_nothing_of_a_measured_pass_stays_in_memory() -> None:
 
     model = nn.Sequential(nn.Linear(4, 3), Noted())
     x, y = torch.randn(5, 4), torch.zeros(5, dtype=torch.int64)
-    assert activation_bytes(*arguments(model), x, y, cross_entropy) > 0
+    assert activation_bytes(of(model), x, y) > 0
     assert len(outputs) == 1 and outputs[0]() is None
-    sample_gradient_norms(*arguments(model), x, y, cross_entropy)
+    sample_gradient_norms(of(model), x, y)
     assert all(one() is None for one in outputs)
 
 
 def test_chunks_stay_within_the_budget() -> None:
     model, (x, y) = network(), batch()
     projection = Recording(16)
-    held = activation_bytes(*arguments(model), x, y, cross_entropy)
+    held = activation_bytes(of(model), x, y)
     needed = bytes_needed(dict(model.named_parameters()), len(x), projection=projection, activations=held)
     memory = needed.result + 4 * needed.per_sample + needed.per_sample // 2
-    sample_gradients(*arguments(model), x, y, cross_entropy, projection=projection, memory=memory)
+    sample_gradients(of(model), x, y, projection=projection, memory=memory)
     assert projection.in_flight == [4, 4, 3]
 
 
 def test_a_budget_too_small_is_refused_with_what_would_help() -> None:
     model, (x, y) = network(), batch()
     with pytest.raises(ValueError, match="memory = 1000 bytes.*last layer.*projection"):
-        sample_gradients(*arguments(model), x, y, cross_entropy, memory=1000)
+        sample_gradients(of(model), x, y, memory=1000)
 
 
 def test_no_samples_give_no_rows() -> None:
     model, (x, y) = network(), batch()
-    assert sample_gradients(*arguments(model), x[:0], y[:0], cross_entropy).shape == (0, 40 + 8 + 2320 + 85)
-    assert sample_gradient_norms(*arguments(model), x[:0], y[:0], cross_entropy).shape == (0,)
+    assert sample_gradients(of(model), x[:0], y[:0]).shape == (0, 40 + 8 + 2320 + 85)
+    assert sample_gradient_norms(of(model), x[:0], y[:0]).shape == (0,)
 
 
 def test_last_layer_equals_its_closed_form() -> None:
@@ -155,7 +161,7 @@ def test_last_layer_equals_its_closed_form() -> None:
     model, (x, y) = network(), batch()
     names = last_layer(dict(model.named_parameters()))
     assert names == ("7.weight", "7.bias")
-    got = sample_gradients(*arguments(model), x, y, cross_entropy, only=names)
+    got = sample_gradients(of(model), x, y, only=names)
     model.eval()
     with torch.no_grad():
         a = model[:-1](x)
@@ -171,7 +177,7 @@ def test_only_known_parameters_can_be_named() -> None:
     model, (x, y) = network(), batch()
     for only in (["7.wait"], []):
         with pytest.raises(ValueError, match="0.weight, 0.bias"):
-            sample_gradients(*arguments(model), x, y, cross_entropy, only=only)
+            sample_gradients(of(model), x, y, only=only)
 
 
 def test_bytes_of_gradients_full_and_projected() -> None:
@@ -185,7 +191,7 @@ def test_bytes_of_gradients_full_and_projected() -> None:
 
 def test_activations_are_measured_without_the_weights() -> None:
     model = nn.Sequential(nn.Linear(1000, 3, bias=False), nn.Tanh())
-    held = activation_bytes(*arguments(model), torch.randn(5, 1000), torch.zeros(5, 3), nn.functional.mse_loss)
+    held = activation_bytes(of(model, nn.functional.mse_loss), torch.randn(5, 1000), torch.zeros(5, 3))
     assert 4 * (1000 + 3) <= held <= 4 * (1000 + 30)  # the input and a few short vectors, not 3000 weights
 
 
@@ -203,16 +209,16 @@ class Scale(nn.Module):
 
 def test_scalar_parameters() -> None:
     model, x = Scale(), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    got = sample_gradients(*arguments(model), x, torch.zeros(2), lambda out, _: out.sum())
+    got = sample_gradients(of(model, lambda out, _: out.sum()), x, torch.zeros(2))
     assert got.tolist() == [[3.0, 1.0, 1.0], [7.0, 1.0, 1.0]]
-    norms = sample_gradient_norms(*arguments(model), x, torch.zeros(2), lambda out, _: out.sum())
+    norms = sample_gradient_norms(of(model, lambda out, _: out.sum()), x, torch.zeros(2))
     torch.testing.assert_close(norms, got.norm(dim=1))
 
 
 def test_targets_of_any_shape() -> None:
     model, x = nn.Linear(3, 2).double(), torch.randn(6, 3, dtype=torch.float64)
     y = torch.randn(6, 2, dtype=torch.float64)
-    got = sample_gradients(*arguments(model), x, y, nn.functional.mse_loss)
+    got = sample_gradients(of(model, nn.functional.mse_loss), x, y)
     errors = (model(x) - y).detach()
     torch.testing.assert_close(got[:, :6], torch.einsum("nc,nh->nch", errors, x).flatten(1))
 

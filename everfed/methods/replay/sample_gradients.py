@@ -13,21 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn import Module
 
 from everfed.core import random
 from everfed.core.context import Context
 from everfed.core.option import HasOptions
 from everfed.method import Model, option
-from everfed.methods.common.per_sample import Loss, Network, closed_forms, constants
+from everfed.methods.common.per_sample import Network, closed_forms, constants
 from everfed.naming import with_options
 
 DEFAULT_MEMORY = 2**30
@@ -84,18 +83,14 @@ def _drawn(context: Context, x: Tensor, y: Tensor, draws: int) -> Iterator[tuple
 
 def gradients_here(context: Context, x: Tensor, y: Tensor, options: GradientOptions) -> Tensor:
     """The same at the parameters that the replica holds now, such as those of the current training step."""
-    trainer = context.train
-    params = trainer.replica.layout.named(trainer.replica.params)  # float32, whatever the module computes in
+    trainer, network = context.train, _network(context)
     # one projection for all clients of a run, in all rounds: their sums are added up
     seed = random.key(context.seed, "gradient projection")
     return sample_gradients(
-        trainer.replica.module,
-        params,
-        constants(trainer.replica.module),
+        network,
         trainer.stream.inputs(x.to(trainer.device)),
         y.to(trainer.device),
-        trainer.task_loss(context),
-        only=_sendable(context, params, options.layers),
+        only=_sendable(context, network.params, options.layers),
         projection=RandomProjection(options.projection, seed) if options.projection else None,
         memory=options.limit,
     )
@@ -105,18 +100,18 @@ def norms_at(context: Context, model: Model, x: Tensor, y: Tensor, memory: int) 
     """(n,) lengths of the full gradients of the single-sample task losses at `model`, in eval mode."""
     trainer = context.train
     trainer.replica.load(model)
-    return sample_gradient_norms(
-        trainer.replica.module,
-        trainer.replica.layout.named(trainer.replica.params),
-        constants(trainer.replica.module),
-        trainer.stream.inputs(x.to(trainer.device)),
-        y.to(trainer.device),
-        trainer.task_loss(context),
-        memory=memory,
-    )
+    inputs = trainer.stream.inputs(x.to(trainer.device))
+    return sample_gradient_norms(_network(context), inputs, y.to(trainer.device), memory=memory)
 
 
-def _sendable(context: Context, params: dict[str, Tensor], layers: str) -> Sequence[str] | None:
+def _network(context: Context) -> Network:
+    """The replica's module with its parameters as they are now, and the task loss."""
+    trainer, replica = context.train, context.train.replica
+    params = replica.layout.named(replica.params)  # float32, whatever the module computes in
+    return Network(replica.module, params, constants(replica.module), trainer.task_loss(context))
+
+
+def _sendable(context: Context, params: Mapping[str, Tensor], layers: str) -> Sequence[str] | None:
     """The parameters to differentiate; personal ones never, since what comes of it may be sent."""
     layout = context.facts.layout
     shared = [entry.name for entry in layout.params if entry.start < layout.shared]
@@ -135,18 +130,15 @@ class Bytes:
 
 
 def sample_gradients(
-    module: Module,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
+    network: Network,
     x: Tensor,
     y: Tensor,
-    loss_fn: Loss,
     *,
     only: Sequence[str] | None = None,
     projection: RandomProjection | None = None,
     memory: int = DEFAULT_MEMORY,
 ) -> Tensor:
-    """(n, d) gradients of the n single-sample losses at (params, buffers), flattened in the order of `params`.
+    """(n, d) gradients of the n single-sample losses of a network, flattened in the order of its `params`.
 
     x: (n, ...) network inputs. y: (n, ...) targets. Evaluated in eval mode (no dropout, running statistics); the
     module, its weights and its mode are left as they were.
@@ -154,13 +146,12 @@ def sample_gradients(
     gradient, d = projection.size. memory: bytes that the result and the samples in flight may take, by the estimate of
     `bytes_needed`; a budget that cannot hold the result and one sample is refused.
     """
-    names = _names(params, only)
-    activations = activation_bytes(module, params, buffers, x, y, loss_fn)
+    params = network.params
+    names, activations = _names(params, only), activation_bytes(network, x, y)
     needed = bytes_needed(params, len(x), only=only, projection=projection, activations=activations)
     width = projection.size if projection else count(params, names)
     rows = next(iter(params.values())).new_empty(len(x), width)
-    chunk = _chunk(needed, memory)
-    for part, gradients in _chunks(module, params, buffers, x, y, loss_fn, names, chunk):
+    for part, gradients in _chunks(network, x, y, names, _chunk(needed, memory)):
         if projection:
             rows[part] = projection.project(_flatten(gradients, rows.new_empty(len(rows[part]), count(params, names))))
         else:
@@ -168,23 +159,12 @@ def sample_gradients(
     return rows
 
 
-def sample_gradient_norms(
-    module: Module,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    x: Tensor,
-    y: Tensor,
-    loss_fn: Loss,
-    *,
-    only: Sequence[str] | None = None,
-    memory: int = DEFAULT_MEMORY,
-) -> Tensor:
+def sample_gradient_norms(network: Network, x: Tensor, y: Tensor, *, memory: int = DEFAULT_MEMORY) -> Tensor:
     """(n,) lengths of the gradients that `sample_gradients` would return, without keeping them."""
-    names = _names(params, only)
-    activations = activation_bytes(module, params, buffers, x, y, loss_fn)
-    in_flight = bytes_needed(params, 0, only=only, activations=activations)
+    params = network.params
+    in_flight = bytes_needed(params, 0, activations=activation_bytes(network, x, y))
     norms = next(iter(params.values())).new_empty(len(x))
-    for part, gradients in _chunks(module, params, buffers, x, y, loss_fn, names, _chunk(in_flight, memory)):
+    for part, gradients in _chunks(network, x, y, tuple(params), _chunk(in_flight, memory)):
         lengths = [torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1) for gradient in gradients]
         norms[part] = torch.linalg.vector_norm(torch.stack(lengths), dim=0)
     return norms
@@ -218,13 +198,11 @@ def bytes_needed(
     return Bytes(result, 2 * length * item + 3 * activations)
 
 
-def activation_bytes(
-    module: Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], x: Tensor, y: Tensor, loss_fn: Loss
-) -> int:
+def activation_bytes(network: Network, x: Tensor, y: Tensor) -> int:
     """The bytes one sample keeps alive for its backward pass, measured on the first; 0 without samples."""
     held: dict[int, int] = {}
-    weights = {name: value.detach().requires_grad_() for name, value in params.items()}
-    fixed = {value.untyped_storage().data_ptr() for value in [*weights.values(), *buffers.values()]}
+    weights = {name: value.detach().requires_grad_() for name, value in network.params.items()}
+    fixed = {value.untyped_storage().data_ptr() for value in [*weights.values(), *network.constants.values()]}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -232,27 +210,21 @@ def activation_bytes(
             held[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # the tensor itself would hold its graph, and the graph it: memory that is never freed
 
-    with _eval_mode(module), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
+    watched = torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept)
+    with _eval_mode(network.module), torch.enable_grad(), watched:
         if len(x):
-            loss_fn(functional_call(module, (weights, dict(buffers)), (x[:1].clone(),)), y[:1].clone())
+            network.loss(network.outputs(weights, x[:1].clone()), y[:1].clone())
     return sum(held.values())
 
 
 def _chunks(
-    module: Module,
-    params: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    x: Tensor,
-    y: Tensor,
-    loss_fn: Loss,
-    names: Sequence[str],
-    chunk: int,
+    network: Network, x: Tensor, y: Tensor, names: Sequence[str], chunk: int
 ) -> Iterator[tuple[slice, list[Tensor]]]:
-    """(rows, their gradients by parameter), `chunk` samples at a time."""
-    trained = {name: params[name].detach() for name in names}
-    fixed = {name: value.detach() for name, value in params.items() if name not in trained}
-    network = Network(module, trained, {**fixed, **buffers}, loss_fn)
-    with _eval_mode(module):
+    """(rows, their gradients by the parameters of these names), `chunk` samples at a time."""
+    trained = {name: network.params[name].detach() for name in names}
+    fixed = {name: value.detach() for name, value in network.params.items() if name not in trained}
+    network = replace(network, params=trained, constants={**fixed, **network.constants})
+    with _eval_mode(network.module):
         # on a CPU they are no faster for most networks, and would change the last bits of what is selected
         layers = closed_forms(network, x[:chunk], y[:chunk]) if x.is_cuda else None
         for first in range(0, len(x), chunk):
