@@ -218,6 +218,7 @@ def load(
     stream: Stream | None = None,
     model: nn.Module | None = None,
     client: int | None = None,
+    task: int | None = None,
     data_dir: str | Path | None = None,
     allow_code: Sequence[str] = (),
 ) -> LoadedRun:
@@ -225,7 +226,8 @@ def load(
 
     stream: the run's, where it was made in Python; checked, not used. model: a network of the same class, where the run
     began with an object. client: the personal model of this client of a simulation instead; it needs the run's data,
-    from data_dir where that is not the run's own. allow_code: the modules that the folder may name beside everfed's
+    from data_dir where that is not the run's own. task: the model as it was at the end of this task, from 1, of a run
+    with eval.snapshots. allow_code: the modules that the folder may name beside everfed's
     own networks and methods: naming a class or a function runs its code, so say this of folders that you trust.
     """
     from everfed.naming import restricted
@@ -238,13 +240,18 @@ def load(
     recipe = read(opened.recipe)
     if stream is not None:
         _require_same_stream(opened, recipe, stream)
-    description = saved_model.read_description(opened.model)
+    if task is not None and client is not None:
+        raise RunError("snapshots are of the shared model: give task or client, not both")
+    file = opened.model if task is None else opened.snapshot(task - 1)
+    if not file.exists():
+        raise RunError(f"{folder} has no {file.name}; with eval.snapshots = true a run keeps one at every task's end")
+    description = saved_model.read_description(file)
     with restricted((*saved_model.OWN_CODE, *allow_code)):
         if client is not None or description is None:  # None: of an earlier version
             made = reassemble(opened, stream, data_dir, on_cpu=True, model=model)
             description = saved_model.describe(made, made.build_module())
             return LoadedRun(saved_model.client_model(opened, made, client), data, recipe, description)
-        return LoadedRun(saved_model.load(opened.model, description, model), data, recipe, description)
+        return LoadedRun(saved_model.load(file, description, model), data, recipe, description)
 
 
 def reassemble(
@@ -359,7 +366,7 @@ def _observers(observers: Observers, track: Sequence[str], folder: Path, recipe:
 def _require_same_run(folder: RunFolder, recipe: Recipe, scale: float) -> None:
     """Raises RunError for a folder that holds another run."""
     same_scale = folder.read_settings().get("scale", 1.0) == scale
-    if folder.recipe.read_text() != to_toml(recipe) or not same_scale:
+    if to_toml(read(folder.recipe)) != to_toml(recipe) or not same_scale:
         raise RunError(
             f"{folder.path} belongs to another recipe or --scale; nothing was overwritten. "
             "Choose another --out, or use --overwrite"

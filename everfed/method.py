@@ -11,6 +11,7 @@ from everfed.core.handle import Client, Server
 from everfed.core.layout import AddsParameters, Entry, Layout
 from everfed.core.message import MODEL, Cached, Model, PerClient, State, Values
 from everfed.core.method import Method, compose
+from everfed.core.metric import Metric, Scored
 from everfed.core.optimizer import Optimizer
 from everfed.core.option import option
 from everfed.core.part import (
@@ -84,6 +85,7 @@ __all__ = [
     "Layout",
     "Mean",
     "Method",
+    "Metric",
     "Model",
     "Optimizer",
     "Part",
@@ -97,6 +99,7 @@ __all__ = [
     "Reducer",
     "RoundPlan",
     "Schedule",
+    "Scored",
     "Server",
     "State",
     "Step",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everfed.core.context import Context
 from everfed.core.data import Data
-from everfed.core.evaluate import EvalSpec, score_tasks
+from everfed.core.evaluate import OF_TASK, EvalSpec, score_tasks
 from everfed.core.handle import Client
 from everfed.core.layout import TrainsPieces, assembled, shortened
 from everfed.core.message import MODEL, Message, Model, State
@@ -209,5 +209,6 @@ def _evaluate(method: Method, state: State, message: Message, model: Model, cont
     knowing = [part for part in method.parts if isinstance(part, Personal) and overrides(part, "state_for_task")]
     for row, task in enumerate(spec.tasks if knowing else ()):
         known = {part.name: part.state_for_task(state.get(part.name, {}), task) for part in knowing}
-        counts[row, -1] = score(replace(spec, tasks=(task,)), {**state, **known}, message, context.client)[0, -1]
+        found = score(replace(spec, tasks=(task,)), {**state, **known}, message, context.client)
+        counts[row, OF_TASK] = found[0, OF_TASK]
     return Reply({EVALUATE: {"counts": counts}})

@@ -18,6 +18,7 @@ from everfed.core import random
 from everfed.core.data import Data
 from everfed.core.layout import Layout, Pieces, TrainsPieces
 from everfed.core.method import Method
+from everfed.core.metric import Metrics
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import HELD_OUT, HISTORY
 from everfed.core.phase import EVALUATE, Phase
@@ -205,11 +206,12 @@ class Setup:
     facts: Facts
     options: TrainOptions
     seed: int
+    metrics: Metrics = field(default_factory=Metrics, compare=False)
     held_out: HeldOut = field(init=False, compare=False)
     _checks: Checks = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "held_out", HeldOut(self.stream))
+        object.__setattr__(self, "held_out", HeldOut(self.stream, metrics=self.metrics))
         object.__setattr__(self, "_checks", Checks(self.stream))
 
     @cached_property

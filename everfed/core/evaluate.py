@@ -8,7 +8,7 @@ there and read once. A label that the rule excludes is wrong, and so is a NaN lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from everfed.core.context import Place, Setup
 from everfed.core.data import Data
 from everfed.core.engine import Engine, Replies
 from everfed.core.message import Message, Model, State
+from everfed.core.metric import TaskSums
 from everfed.core.phase import EVALUATE, Phase, Sum
 from everfed.core.stream import HeldOut, Stream
 from everfed.core.trainer import Trainer
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from everfed.core.server import Exchange, RunState
 
 RULES = ("full", "seen", "task")
+OF_TASK = 1 + RULES.index("task")  # the column of a row of counts
 _LOGITS_AT_ONCE = 2**24
 
 
@@ -65,24 +67,34 @@ def score_tasks(
     """(tasks, 4) int64 on the host: samples scored, then correct under `full`, `seen` and `task` logits.
 
     On a stream that is not scored by accuracy: what its `measure_all` gives, the first sum under every rule, and the
-    others as further columns.
+    others as further columns. The sums of the run's metrics come last; a row is float64 then.
     state, message: a client's own, for a personalised forward pass. client: whose tests, where each has its own.
     """
-    stream, device = trainer.stream, trainer.device
+    stream, device, metrics = trainer.stream, trainer.device, held_out.metrics
     tests = (held_out.get(client, task, spec.split, device) for task in spec.tasks)
-    if stream.score != "accuracy":
+    if not metrics and stream.score != "accuracy":
         return torch.stack([_measured(trainer, model, data, state, message) for data in tests])
     known = {label for task in range(spec.seen) for label in held_out.labels(client, task)}
     own = [held_out.labels(client, task) for task in spec.tasks]
+    further = [
+        metrics.on_task(task, client, classes, sorted(known)) for task, classes in zip(spec.tasks, own, strict=True)
+    ]
+    if stream.score != "accuracy":
+        rows = [
+            _measured(trainer, model, data, state, message, extra) for data, extra in zip(tests, further, strict=True)
+        ]
+        return torch.cat([torch.stack(rows).double(), torch.stack([extra.sums for extra in further])], 1)
     # one transfer before and one after: the host queues all tasks without waiting for the device
     seen, *masks = task_masks([known, *own], stream.classes).to(device, non_blocking=True)
     sizes, rows = [], []
-    for mask, data in zip(masks, tests, strict=True):
-        outputs = trainer.outputs(model, data.x, state, message)
-        counts = correct_counts(outputs, data.y.to(device), seen, mask, spec.top_k)
+    for mask, data, extra in zip(masks, tests, further, strict=True):
+        outputs, y = trainer.outputs(model, data.x, state, message), data.y.to(device)
+        counts = correct_counts(outputs, y, seen, mask, spec.top_k)
+        extra.add(outputs, y)
         sizes.append(len(data))
         rows.append(torch.stack([counts[rule] for rule in RULES]))
-    return torch.cat([torch.tensor(sizes).unsqueeze(1), torch.stack(rows).cpu()], 1)
+    found = torch.cat([torch.tensor(sizes).unsqueeze(1), torch.stack(rows).cpu()], 1)
+    return torch.cat([found.double(), torch.stack([extra.sums for extra in further])], 1) if metrics else found
 
 
 def stacked(rows: Sequence[Sequence[float]]) -> Tensor:
@@ -98,13 +110,26 @@ def row_value(stream: Stream, row: Sequence[float], rule: str, score: str | None
 
 
 def _measured(
-    trainer: Trainer, model: Model, data: Data, state: State | None, message: Mapping[str, Tree] | None
+    trainer: Trainer,
+    model: Model,
+    data: Data,
+    state: State | None,
+    message: Mapping[str, Tree] | None,
+    extra: TaskSums | None = None,
 ) -> Tensor:
-    """A row of `score_tasks` by the stream's own measure, a piece of the test set at a time: outputs may be large."""
+    """A row of `score_tasks` by the stream's own measure, a piece of the test set at a time: outputs may be large.
+    extra: the sums of metrics, to which the pieces are added."""
     stream = trainer.stream
     piece = max(1, _LOGITS_AT_ONCE // (prod(stream.input_shape) * stream.classes))
-    outputs = (trainer.outputs(model, x, state, message) for x in data.x.split(piece))
-    total: Tensor = stream.measure_all(outputs, data.y)
+
+    def outputs() -> Iterator[Tensor]:
+        for x, y in zip(data.x.split(piece), data.y.split(piece), strict=True):
+            found = trainer.outputs(model, x, state, message)
+            if extra is not None:
+                extra.add(found, y.to(found.device))
+            yield found
+
+    total: Tensor = stream.measure_all(outputs(), data.y)
     return torch.cat([total[:1], total[1:2].repeat(len(RULES)), total[2:]])
 
 
@@ -177,9 +202,9 @@ class Evaluation:
         return torch.zeros((len(spec.tasks), 4), dtype=torch.int64) if counts is None else counts  # all were absent
 
     def _record(self, place: Place, counts: list[list[float]]) -> None:
-        """A point of the curves, and an event, by the rule that the recipe names."""
-        plan, stream = place.plan, self.setup.stream
-        accuracies = [row_value(stream, row, self.options.logits) for row in counts]
+        """A point of the curves, and an event, by the rule that the recipe names; one more for the metrics."""
+        plan, stream, metrics = place.plan, self.setup.stream, self.setup.metrics
+        accuracies = [row_value(stream, metrics.plain(row), self.options.logits) for row in counts]
         self.state.curves.append({**_place(place), "accuracy": accuracies})
         known = [a for a in accuracies[: plan.task + 1] if a is not None]
         self.reporter.notify(
@@ -192,6 +217,8 @@ class Evaluation:
                 "acc": sum(known) / len(known) if known else None,
             }
         )
+        if found := metrics.means(counts[: plan.task + 1]):
+            self.reporter.measured(place, EVALUATE, "eval", found)
 
 
 def _place(place: Place) -> dict[str, int]:

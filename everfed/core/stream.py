@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core.data import Data, device_memory
+from everfed.core.metric import Metrics
 from everfed.errors import SettingError
 from everfed.kernels import load_kernels
 from everfed.metrics.scores import score_value
@@ -355,11 +356,12 @@ class HeldOut:
     """The test sets of a stream, for scoring. On a GPU the copies are kept, so that each crosses once.
 
     budget: bytes of copies kept on the device; by default a share of its free memory. First come, first kept: tasks are
-    scored in the same order every time, where dropping the oldest would never find one again.
+    scored in the same order every time, where dropping the oldest would never find one again. metrics: what is measured
+    on them beside the score.
     """
 
-    def __init__(self, stream: Stream, budget: int | None = None) -> None:
-        self.stream = stream
+    def __init__(self, stream: Stream, budget: int | None = None, metrics: Metrics | None = None) -> None:
+        self.stream, self.metrics = stream, metrics or Metrics()
         self.budget = budget
         self._checks = Checks(stream)
         self.bytes = 0

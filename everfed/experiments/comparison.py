@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed.experiments.jobs import Outcome
-from everfed.metrics.scores import METRICS, PERCENT, Score, plain_text, score_of
+from everfed.metrics.scores import METRICS, PERCENT, Score, ShownMetric, own_metrics, plain_text, score_of
 from everfed.metrics.statistics import PairedDifference, mean_and_deviation, paired_by_seed
 from everfed.reports.formats import clock, markdown_table, size, with_deviation
 from everfed.reports.result import Result, as_frame, html_table, plot
@@ -110,21 +110,29 @@ def _numbers(result: dict[str, Any]) -> dict[str, float]:
 def table(found: Sequence[TableRow], heading: str, baseline: str = "") -> tuple[list[str], list[list[str]]]:
     """(columns, lines), fractions in per cent; columns without a value are left out, but for the score."""
     score = next((row.score for row in found if row.spreads), score_of("accuracy"))
-    metrics = [key for key in SHOWN if key == score.main or any(key in row.spreads for row in found)]
+    known = METRICS | _own_metrics(found)
+    shown = [*SHOWN, *(key for key in known if key not in METRICS)]
+    metrics = [key for key in shown if key == score.main or any(key in row.spreads for row in found)]
     paired = any(row.difference for row in found)
     lines = []
     for row in found:
-        scores = [_text(row.spreads.get(key), METRICS[key].kind_of(score)) for key in metrics]
+        scores = [_text(row.spreads.get(key), known[key].kind_of(score)) for key in metrics]
         if not row.spreads:
             scores[metrics.index(score.main)] = "diverged" if all(o.diverged for o in row.outcomes) else "failed"
         if paired:
             scores.insert(metrics.index(score.main) + 1, _difference_text(row.difference, score))
         costs = [size(round(row.mean("bytes_up"))), clock(row.mean("seconds"))] if row.spreads else ["-", "-"]
         lines.append([row.name, row.runs, *scores, *costs])
-    headings = [METRICS[key].named(score) for key in metrics]
+    headings = [known[key].named(score) for key in metrics]
     if paired:
         headings.insert(metrics.index(score.main) + 1, f"vs {baseline} (95 %)")
     return [heading, "Runs", *headings, *(head for head, _ in COSTS)], lines
+
+
+def _own_metrics(found: Sequence[TableRow]) -> dict[str, ShownMetric]:
+    """How the metrics that the recipe adds are shown."""
+    results = [outcome.result for row in found for outcome in row.outcomes if outcome.result]
+    return {key: metric for result in results for key, metric in own_metrics(result.get("measured", {})).items()}
 
 
 def _difference_text(difference: PairedDifference | None, score: Score) -> str:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 PERCENT, PLAIN = "percent", "plain"  # a fraction shown times 100, or a number as it is
@@ -74,6 +76,8 @@ class ShownMetric:
         return score.better if self.better is SAME else self.better
 
 
+_BRACES = str.maketrans({"{": "{{", "}": "}}"})  # a heading is a format
+
 # The metrics of result.json that tables show, in this order.
 METRICS = {
     "acc": ShownMetric("{short}"),
@@ -87,6 +91,12 @@ METRICS = {
     "acc_last_rounds": ShownMetric("Last rounds {word}"),
     "rounds_to_best": ShownMetric("Rounds to best", PLAIN, -1),
 }
+
+
+def own_metrics(measured: Mapping[str, Any]) -> dict[str, ShownMetric]:
+    """How the metrics of eval.metrics whose values are numbers are shown. measured: of result.json."""
+    kinds = {name: PERCENT if one["percent"] else PLAIN for name, one in measured.items() if "mean" in one}
+    return {name: ShownMetric(name.translate(_BRACES), kind, measured[name]["better"]) for name, kind in kinds.items()}
 
 
 def plain_text(value: float, digits: int = 2) -> str:

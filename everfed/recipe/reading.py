@@ -110,6 +110,10 @@ def named(table: Table) -> Table:
         table = {**table, "model": {**model, "kind": name_of(model["kind"], "model.kind")}}
     if isinstance(method, dict):
         table = {**table, "method": _named_section(method)}
+    scoring = table.get("eval")
+    if isinstance(scoring, dict) and isinstance(scoring.get("metrics"), list | tuple):
+        metrics = [_entry(entry, "metric", "eval.metrics") for entry in scoring["metrics"]]
+        table = {**table, "eval": {**scoring, "metrics": metrics}}
     if isinstance(table.get("methods"), dict):
         own = {name: _named_section(one) if isinstance(one, dict) else one for name, one in table["methods"].items()}
         table = {**table, "methods": own}
@@ -138,7 +142,7 @@ def composition(parts: Parts) -> list[Any]:
     found = entries(parts)
     if found is None:
         raise RecipeError(f"a method is a part or a list of parts; got {parts!r}")
-    return [_part(entry) for entry in found]
+    return [_entry(entry, "part", "method.parts") for entry in found]
 
 
 def _section(key: str, value: Any) -> Any:
@@ -148,13 +152,13 @@ def _section(key: str, value: Any) -> Any:
     return _option(value, f"method.{key}")
 
 
-def _part(entry: Any) -> Any:
-    """Names and tables stay; a part becomes a table with the options that are not its defaults."""
+def _entry(entry: Any, kind: str, key: str) -> Any:
+    """Names and tables stay; a part or a metric becomes a table with the options that are not its defaults."""
     if isinstance(entry, type):
-        return name_of(entry, "method.parts")
-    if not is_dataclass(entry):
-        return _option(entry, "method.parts")
-    return {"part": name_of(type(entry), "method.parts"), **_options(entry, "method.parts")}
+        return name_of(entry, key)
+    if isinstance(entry, str | int | float | Mapping | list | tuple):
+        return _option(entry, key)
+    return {kind: name_of(type(entry), key), **(_options(entry, key) if is_dataclass(entry) else {})}
 
 
 def _options(entry: Any, key: str) -> Table:

@@ -40,6 +40,14 @@ def plain(value: Any) -> Any:
     return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
+def named_entries(entries: list[Any], kind: str) -> list[Any]:
+    """The same list. Raises ValueError for an entry that is neither a name nor a table that has one under `kind`."""
+    for entry in entries:
+        if not isinstance(entry, str) and not (isinstance(entry, dict) and isinstance(entry.get(kind), str)):
+            raise ValueError(f"an entry is a {kind}'s name or a table with {kind} = NAME; got {entry!r}")
+    return entries
+
+
 class StreamSection(OpenSection):
     """[stream]: the keys are checked by `everfed.streams.build`, which knows the scenarios."""
 
@@ -123,6 +131,13 @@ class EvalSection(Section):
     zero_shot: bool = False
     split: Literal["test", "validation"] = "test"
     top_k: int = Field(1, ge=1)
+    metrics: list[Any] = []  # further ones: names, package.module:Name, or tables {metric = NAME, option = value}
+    snapshots: bool = False  # keep the model at the end of every task
+
+    @field_validator("metrics")
+    @classmethod
+    def _names_or_tables(cls, metrics: list[Any]) -> list[Any]:
+        return named_entries(metrics, "metric")
 
 
 class MethodSection(OpenSection):
@@ -144,11 +159,7 @@ class MethodSection(OpenSection):
     @field_validator("parts")
     @classmethod
     def _names_or_tables(cls, parts: list[Any] | None) -> list[Any] | None:
-        for entry in parts or ():
-            named = isinstance(entry, str) or (isinstance(entry, dict) and isinstance(entry.get("part"), str))
-            if not named:
-                raise ValueError(f"an entry is a part's name or a table with part = NAME; got {entry!r}")
-        return parts
+        return parts if parts is None else named_entries(parts, "part")
 
     @model_validator(mode="after")
     def _named_or_composed(self) -> MethodSection:

@@ -367,16 +367,24 @@ CELLS_WITH_NUMBERS = 800  # of all divisions of the data together
 SHADES = 12
 
 
-def matrix(entries: Sequence[Sequence[tuple[float, float] | None]], unit: str) -> Html:
-    """Row t, column i: the score on task i after task t, shaded. entries: (mean, deviation)."""
+def matrix(
+    entries: Sequence[Sequence[tuple[float, float] | None]],
+    unit: str,
+    axes: tuple[str, str] = ("after task", "on task"),
+    first: int = 1,
+) -> Html:
+    """Row t, column i: the score on task i after task t, shaded. entries: (mean, deviation). axes: what rows and
+    columns are, which are numbered from `first`."""
     known = [entry[0] for row in entries for entry in row if entry is not None]
     low, high = (0.0, 1.0) if unit == "%" else (min(known, default=0.0), max(known, default=1.0))
     shares = [[None if e is None else (e[0] - low) / ((high - low) or 1.0) for e in row] for row in entries]
     if max((len(row) for row in entries), default=0) > NUMBERED_UP_TO:
-        return _shaded(shares, low, high, unit)
-    head = tag("tr", tag("td", "after ↓ on →"), *(tag("th", f"{i + 1}", scope="col") for i in range(len(entries[0]))))
+        return _shaded(shares, low, high, unit, axes)
+    corner = " ".join(f"{axis.removesuffix(' task')} {arrow}" for axis, arrow in zip(axes, "↓→", strict=True))
+    columns = range(first, first + len(entries[0]))
+    head = tag("tr", tag("td", corner), *(tag("th", f"{i}", scope="col") for i in columns))
     rows = [
-        tag("tr", tag("th", f"{t + 1}", scope="row"), *(_cell(e, s, unit) for e, s in zip(row, share, strict=True)))
+        tag("tr", tag("th", f"{t + first}", scope="row"), *(_cell(e, s, unit) for e, s in zip(row, share, strict=True)))
         for t, (row, share) in enumerate(zip(entries, shares, strict=True))
     ]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *rows), class_="matrix"), class_="scroll")
@@ -396,13 +404,15 @@ def _heat(share: float) -> str:
     return f"--v:{round(100 * min(max(share, 0.0), 1.0))}%"
 
 
-def _shaded(shares: Sequence[Sequence[float | None]], low: float, high: float, unit: str) -> Html:
+def _shaded(
+    shares: Sequence[Sequence[float | None]], low: float, high: float, unit: str, axes: tuple[str, str]
+) -> Html:
     levels = [[None if s is None else min(int(s * SHADES), SHADES - 1) for s in row] for row in shares]
     styles = [f"--v:{100 * (i + 0.5) / SHADES:.0f}%" for i in range(SHADES)]
     scale = 100 if unit == "%" else 1
     ends = f"from {low * scale:.4g} (light) to {high * scale:.4g}{' %' if unit else ''} (strong)"
     drawing = _cells(levels, styles, "shades", f"Scores by task, shaded {ends}.")
-    names = (f"after task ↓ ({len(shares)})", f"on task → ({max(map(len, shares))})")
+    names = (f"{axes[0]} ↓ ({len(shares)})", f"{axes[1]} → ({max(map(len, shares))})")
     return tag("div", tag("p", f"{names[0]}, {names[1]}, {ends}", class_="note"), drawing, class_="square")
 
 

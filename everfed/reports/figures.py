@@ -214,6 +214,18 @@ def accuracy_matrix(group: SeedGroup) -> Html:
     return charts.figure(title, charts.matrix(entries, measured.unit), about + in_per_cent)
 
 
+def metric_matrices(groups: Sequence[SeedGroup]) -> list[Html]:
+    """The metrics of eval.metrics whose values are matrices (the confusion matrix), in shares of a row."""
+    found = []
+    for group in groups:
+        for name, shares in series.shares_of_rows(group).items():
+            entries = [[(share, 0.0) for share in row] for row in shares]
+            drawing = charts.matrix(entries, "%", ("row", "column"), first=0)
+            about = "On all tasks together, after the last one; in per cent of a row, mean over seeds."
+            found.append(charts.figure(f"{name}: {group.label}", drawing, about))
+    return found
+
+
 def traffic(groups: Sequence[SeedGroup], pieces: PieceColours) -> Html:
     """Bytes by part and direction; of runs that go on, by direction."""
     title = "Bytes by part and direction"

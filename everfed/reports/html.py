@@ -196,6 +196,7 @@ def _stream_parts(stream: StreamRuns, pieces: PieceColours) -> list[Chapter]:
         ),
         Chapter("Learning", [_two(*by_round, figures.curve("loss", groups))]),
         Chapter("Scores by task", [_two(*(figures.accuracy_matrix(group) for group in groups))]),
+        *_further(groups),
         *([Chapter("What parts measured", [_two(*measured)])] if measured else []),
         Chapter(
             "Cost",
@@ -206,6 +207,14 @@ def _stream_parts(stream: StreamRuns, pieces: PieceColours) -> list[Chapter]:
             ],
         ),
     ]
+
+
+def _further(groups: Sequence[SeedGroup]) -> list[Chapter]:
+    """The metrics of eval.metrics that are no single numbers."""
+    lists = [tables.to_html(table) for table in tables.metric_lists(groups)]
+    matrices = figures.metric_matrices(groups)
+    found = [*lists, *([_two(*matrices)] if matrices else [])]
+    return [Chapter("By class and by client", found)] if found else []
 
 
 def _two(*figures: Html) -> Html:

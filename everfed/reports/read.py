@@ -62,6 +62,7 @@ class StoredResult(BaseModel):
     cost: Cost = Cost()
     stream: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}  # facts from parts
+    measured: dict[str, dict[str, Any]] = {}  # by metric of eval.metrics
     environment: dict[str, Any] = {}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed.errors import UserError
-from everfed.metrics.scores import METRICS, PERCENT, score_of
+from everfed.metrics.scores import METRICS, PERCENT, Score, own_metrics, score_of
 
 Row = dict[str, Any]
 SCALED = "at --scale {scale:g} of the work: fewer rounds, less data; it does not compare with full runs"
@@ -87,11 +87,13 @@ class Result:
 
 
 def headline(data: Row) -> str:
-    """Method, seed and the two main metrics of a result in one line."""
+    """Method, seed, the two main metrics of a result and those of its recipe in one line."""
     score, metrics = score_of(data["score"]), data["metrics"]
     shown = {METRICS[key].named(score): metrics.get(key) for key in (score.main, score.lost)}
-    numbers = "  ".join(f"{name} {score.text(value)}" for name, value in shown.items() if value is not None)
-    return f"{data['method']} seed {data['seed']}: {numbers}"
+    numbers = [f"{name} {score.text(value)}" for name, value in shown.items() if value is not None]
+    for name, own in own_metrics(data.get("measured", {})).items():
+        numbers.append(f"{name} {Score(name, name, name, own.kind).text(data['measured'][name]['mean'])}")
+    return f"{data['method']} seed {data['seed']}: {'  '.join(numbers)}"
 
 
 def scope_note(split: str, scale: float) -> str:

@@ -14,7 +14,7 @@ from everfed.metrics.numbers import mean as _mean
 from everfed.metrics.scores import score_of
 from everfed.metrics.statistics import mean_and_deviation
 from everfed.reports.groups import SeedGroup
-from everfed.reports.read import LoggedRun, Matrix
+from everfed.reports.read import LoggedRun, Matrix, StoredResult
 from everfed.store.event_log import TRAIN, PhaseLine
 
 POINTS = 600  # that a thinned curve has at most, about
@@ -243,6 +243,30 @@ def _entry(rows: Sequence[Sequence[float | None]], i: int) -> tuple[float, float
         return None
     spread = mean_and_deviation(known)
     return spread.mean, spread.deviation
+
+
+def shares_of_rows(group: SeedGroup) -> dict[str, list[list[float]]]:
+    """By metric of eval.metrics whose value for all tasks is a matrix: shares of its rows, mean over finished seeds."""
+    found: dict[str, list[list[list[float]]]] = {}
+    for result in group.results:
+        for name, one in result.measured.items():
+            whole = one.get("whole")
+            if isinstance(whole, list) and whole and all(isinstance(row, list) for row in whole):
+                found.setdefault(name, []).append([[value / (sum(row) or 1) for value in row] for row in whole])
+    return {
+        name: [[sum(cells) / len(cells) for cells in zip(*rows, strict=True)] for rows in zip(*seeds, strict=True)]
+        for name, seeds in found.items()
+    }
+
+
+def lists_of(result: StoredResult) -> dict[str, list[float | None]]:
+    """By metric of eval.metrics: the value for all tasks, where it is a list of numbers."""
+    found = {name: one.get("whole") for name, one in result.measured.items()}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, list) and value and all(entry is None or isinstance(entry, int | float) for entry in value)
+    }
 
 
 # clients by rounds -------------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from everfed.metrics.scores import METRICS, Score, ShownMetric, score_of
+from everfed.metrics.scores import METRICS, Score, ShownMetric, own_metrics, score_of
 from everfed.metrics.statistics import Spread, mean_and_deviation, paired_by_seed
 from everfed.reports import formats
 from everfed.reports.formats import Html, markdown_table, tag
 from everfed.reports.groups import SeedGroup, StreamRuns, facts, score
 from everfed.reports.read import LoggedRun, StoredResult
-from everfed.reports.series import mean_matrix
+from everfed.reports.series import lists_of, mean_matrix
 
 NONE = "–"
 DIVERGED = "diverged"
@@ -280,12 +280,34 @@ def _scale(run: LoggedRun) -> str:
 def comparison(groups: Sequence[SeedGroup]) -> ReportTable:
     """Methods side by side; where no seed finished because runs diverged, it says so."""
     values = [_metrics(group) for group in groups]
-    keys = [key for key in METRICS if any(key in found for found in values)]
+    measured = [result.measured for group in groups for result in group.results]
+    known = METRICS | {key: shown for one in measured for key, shown in own_metrics(one).items()}
+    keys = [key for key in known if any(key in found for found in values)]
     others = sorted({key for found in values for key in found} - set(METRICS)) if not keys else []
-    measured = [_column(METRICS[key], score(groups)) for key in keys]
-    columns = (Column("Method"), Column("Seeds"), *measured, *(Column(key, "plain") for key in others))
+    numbers = [_column(known[key], score(groups)) for key in keys]
+    columns = (Column("Method"), Column("Seeds"), *numbers, *(Column(key, "plain") for key in others))
     rows = tuple(_comparison_row(group, found, [*keys, *others]) for group, found in zip(groups, values, strict=True))
     return ReportTable("comparison", "Comparison of methods", columns, rows, _SEEDS)
+
+
+def metric_lists(groups: Sequence[SeedGroup]) -> list[ReportTable]:
+    """The metrics of eval.metrics whose values are lists, by class or by client: a row for every method."""
+    kinds = {name: one for group in groups for result in group.results for name, one in result.measured.items()}
+    found = []
+    for name, kind in kinds.items():
+        rows = [(group.label, [lists_of(result).get(name, []) for result in group.results]) for group in groups]
+        width = max((len(values) for _, seeds in rows for values in seeds), default=0)
+        if width:
+            shown = "percent" if kind["percent"] else "plain"
+            columns = (Column("Method"), *(Column(f"{i}", shown, kind["better"]) for i in range(width)))
+            lines = tuple((label, *(_spread_at(seeds, i) for i in range(width))) for label, seeds in rows)
+            found.append(ReportTable(f"metric-{name}", name, columns, lines, f"All tasks together. {_SEEDS}"))
+    return found
+
+
+def _spread_at(seeds: Sequence[Sequence[float | None]], index: int) -> Cell:
+    known = [value for values in seeds if index < len(values) and (value := values[index]) is not None]
+    return mean_and_deviation(known) if known and len(known) == len(seeds) else None
 
 
 def _column(metric: ShownMetric, score: Score) -> Column:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,20 @@ from torch import Tensor, nn
 
 from everfed import engines, models, privacy, streams
 from everfed.core.context import Context, Facts, Setup, TrainOptions
+from everfed.core.evaluate import scored_on_clients
 from everfed.core.handle import Server
 from everfed.core.layout import Layout, attach
 from everfed.core.message import Model
 from everfed.core.method import Method
+from everfed.core.metric import METRICS, Metric, Metrics
 from everfed.core.optimizer import Optimizer
 from everfed.core.stream import Stream, digest_of
 from everfed.data.sources import data_folder
 from everfed.errors import RecipeError, place_of
 from everfed.methods import monitor
 from everfed.methods import registry as methods
+from everfed.metrics.scores import METRICS as SHOWN
+from everfed.naming import load_object, nearest, with_options
 from everfed.recipe import Recipe, share
 from everfed.store.files import digest
 
@@ -100,9 +104,40 @@ def assemble(
     first = layout.read(module)
     facts = replace(facts, layout=layout, personal=first["params"][layout.shared :].clone())
     _check_groups(options.optimizer, layout)
-    setup = Setup(method, stream, facts, options, recipe.seed)
+    metrics = Metrics.tried(build_metrics(recipe), facts)
+    setup = Setup(method, stream, facts, options, recipe.seed, metrics)
+    _check_scored_on_clients(setup)
     privacy.check(setup)
     return Run(recipe, setup, lambda: attach(bare_module(), method.parts, handle), first, scale, frozen)
+
+
+def build_metrics(recipe: Recipe) -> list[Metric]:
+    """The metrics that eval.metrics names. Raises SettingError."""
+    found: list[Metric] = []
+    for entry in recipe.eval.metrics:
+        table = {"metric": entry} if isinstance(entry, str) else dict(entry)
+        name = table.pop("metric")
+        kind: Any = METRICS.get(name) or (load_object(name, "eval.metrics") if ":" in name else None)
+        if not (isinstance(kind, type) and issubclass(kind, Metric)):
+            known = f"allowed: {', '.join(METRICS)}, or package.module:Name of a class that derives from Metric"
+            raise RecipeError(f"eval.metrics: {name!r} is no metric;{nearest(name, METRICS)} {known}")
+        if not is_dataclass(kind) and table:
+            raise RecipeError(f"eval.metrics: {name!r} has no options; make it a dataclass, and its fields are")
+        made = with_options(kind, table, f"eval.metrics.{name}", error=RecipeError) if is_dataclass(kind) else kind()
+        if not made.name or made.name in SHOWN or made.name in [other.name for other in found]:
+            raise RecipeError(f"eval.metrics: {name!r} needs a name of its own; got {made.name!r}")
+        found.append(made)
+    return found
+
+
+def _check_scored_on_clients(setup: Setup) -> None:
+    """Raises RecipeError for metrics by client where one model is scored on one test set."""
+    by_client = [metric.name for metric in setup.metrics.metrics if metric.by_client]
+    if by_client and not scored_on_clients(setup):
+        raise RecipeError(
+            f"eval.metrics: {by_client[0]!r} needs clients that score: a personalised method, or a stream whose "
+            "clients have tests of their own (scenario own or task-pool)"
+        )
 
 
 def _check_groups(optimizer: Optimizer, layout: Layout) -> None:

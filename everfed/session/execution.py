@@ -102,8 +102,9 @@ def _drive(
         report_buffers = buffer_reporter(setup, store, group, notify) if build_engine is None else None
         leads = group is None or group.leads
         account = privacy.accounting(setup, folder.path, notify) if leads else None
-        save = _saver(checkpoints, notify, report_buffers, account)
-        options = EvalOptions(**recipe.eval.model_dump())
+        keep = _snapshots(folder, run) if recipe.eval.snapshots and leads else None
+        save = _saver(checkpoints, notify, report_buffers, account, keep)
+        options = EvalOptions(**recipe.eval.model_dump(exclude={"metrics", "snapshots"}))
         first = on_device(run.first_model(), where)
         final = Runner(setup, engine, first, options, notify, save, state, monitor.monitors(recipe.monitor)).run()
         _require_data(run, final)
@@ -142,18 +143,32 @@ def _saver(
     notify: Observer,
     report_buffers: Callable[[RunState], None] | None,
     account: Callable[[RunState], None] | None,
+    keep: Callable[[RunState], None] | None,
 ) -> Callable[[RunState, bool], None]:
-    """account: records what was released, before anything is sent that follows from it."""
+    """account: records what was released, before anything is sent that follows from it. keep: of the model at a task's
+    end."""
 
     def save(state: RunState, task_end: bool) -> None:
         if account is not None:
             account(state)
         if task_end and report_buffers is not None:
             report_buffers(state)
+        if task_end and keep is not None:
+            keep(state)
         if checkpoints.offer(state, task_end):
             notify({"event": "checkpoint", "round": state.round})
 
     return save
+
+
+def _snapshots(folder: RunFolder, run: Run) -> Callable[[RunState], None]:
+    """Keeps the model at the end of every task, as model-taskN.safetensors."""
+
+    def keep(state: RunState) -> None:
+        task = run.stream.round(state.round - 1).task
+        saved_model.save(folder, run, state.model, folder.snapshot(task))
+
+    return keep
 
 
 # a dry run ---------------------------------------------------------------------------------------------------------

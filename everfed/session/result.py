@@ -8,6 +8,7 @@ import platform
 import resource
 import struct
 import zlib
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -38,6 +39,8 @@ class HasSummary(Protocol):
 def result(run: Run, state: RunState, environment: dict[str, Any], state_bytes: int) -> dict[str, Any]:
     """The content of result.json. environment: the engine's description of itself; state_bytes: of all clients."""
     recipe, stream = run.recipe, run.stream
+    measured = _measured(run, state)
+    state = _without_metrics(run, state)
     n_test = [int(row[0]) for row in _last_full_row(state) if row is not None]
     curves = _curves(state, stream)
     by_logits = {
@@ -58,7 +61,8 @@ def result(run: Run, state: RunState, environment: dict[str, Any], state_bytes: 
         "split": recipe.eval.split,
         "n_test": n_test,
         "accuracy_matrix": chosen["accuracy_matrix"],
-        "metrics": chosen["metrics"],
+        "metrics": {**chosen["metrics"], **{name: one["mean"] for name, one in measured.items() if "mean" in one}},
+        **({"measured": measured} if measured else {}),
         "by_logits": by_logits,
         **_further(stream, state, n_test),
         "curves": state.curves,
@@ -68,6 +72,37 @@ def result(run: Run, state: RunState, environment: dict[str, Any], state_bytes: 
         **_summaries(run, state),
         "environment": {**_machine(), **environment},
     }
+
+
+def _without_metrics(run: Run, state: RunState) -> RunState:
+    """The state with the counts of scores alone."""
+    metrics = run.setup.metrics
+    if not metrics:
+        return state
+    rows = {task: [None if row is None else metrics.plain(row) for row in found] for task, found in state.rows.items()}
+    initial = None if state.initial is None else [metrics.plain(row) for row in state.initial]
+    return replace(state, rows=rows, initial=initial)
+
+
+def _measured(run: Run, state: RunState) -> dict[str, Any]:
+    """By metric of eval.metrics: its values on every task at the end of the run (`by_task`), the value of all tasks'
+    sums together (`whole`), and for numbers the mean over tasks and the matrix of values, row t after task t."""
+    metrics, last = run.setup.metrics, [row for row in _last_full_row(state) if row is not None]
+    if not metrics or not last:
+        return {}
+    by_task = [metrics.values(row) for row in last]
+    whole, means = metrics.values(np.sum(np.array(last), axis=0).tolist()), metrics.means(last)
+    rows = [state.rows[task] for task in sorted(state.rows)]
+    matrices = [[None if entry is None else metrics.values(entry) for entry in row] for row in rows]
+    found = {}
+    for metric in metrics.metrics:
+        name = metric.name
+        kind = {"percent": metric.percent, "better": metric.better}
+        found[name] = {**kind, "by_task": [values[name] for values in by_task], "whole": whole[name]}
+        if name in means:
+            matrix = [[None if values is None else values[name] for values in row] for row in matrices]
+            found[name] |= {"mean": means[name], "matrix": matrix}
+    return found
 
 
 def _facts(run: Run) -> dict[str, Any]:

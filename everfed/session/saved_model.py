@@ -144,13 +144,13 @@ def describe(run: Run, module: nn.Module) -> Description:
     )
 
 
-def save(folder: RunFolder, run: Run, model: Model) -> None:
+def save(folder: RunFolder, run: Run, model: Model, path: Path | None = None) -> None:
     """Write model.safetensors: parameters by name, as any PyTorch user expects them, frozen ones too; personal ones as
-    at the beginning."""
+    at the beginning. path: another file of the folder, of a snapshot."""
     module, personal = run.build_module(), run.setup.facts.personal
     whole = {**model, "params": torch.cat([model["params"].cpu(), personal])}
     description = replace(describe(run, module), personal=len(personal))
-    folder.write_model(to_bytes(with_vectors(run, module, whole), description))
+    folder.write_model(to_bytes(with_vectors(run, module, whole), description), path)
 
 
 def with_vectors(run: Run, module: nn.Module, model: Model) -> nn.Module:

@@ -196,6 +196,10 @@ class RunFolder:
     def model(self) -> Path:
         return self.path / MODEL
 
+    def snapshot(self, task: int) -> Path:
+        """The model at the end of a task, which counts from 0; the file's name counts from 1."""
+        return self.path / f"model-task{task + 1}.safetensors"
+
     @property
     def checkpoint(self) -> Path:
         return self.path / CHECKPOINT
@@ -246,9 +250,10 @@ class RunFolder:
             for name, data in pictures.items():
                 write_atomic(self.pictures / f"{name}.png", data)
 
-    def write_model(self, data: bytes) -> None:
+    def write_model(self, data: bytes, path: Path | None = None) -> None:
+        """path: of a snapshot; the trained model's without it."""
         with self._writing():
-            write_atomic(self.model, data)
+            write_atomic(path or self.model, data)
 
     def write_result(self, data: dict[str, Any]) -> None:
         with self._writing():

@@ -10,10 +10,10 @@ from typing import Any
 from everfed import metrics
 from everfed.experiments.papers.measures import Sample, from_events
 from everfed.experiments.papers.planning import Cell, Experiment
-from everfed.experiments.papers.tables import Metric, PrintedCell, Stated
+from everfed.experiments.papers.tables import PrintedCell, Stated, TableMetric
 
 M1 = [[0.9, 0.1, 0.2], [0.6, 0.8, 0.1], [0.5, 0.7, 0.85]]  # a worked example; rows are tasks learned
-POINTS = Metric(measure="acc")
+POINTS = TableMetric(measure="acc")
 STATED = Stated(dataset="mnist", clients=10)
 STREAM = {
     "dataset": "mnist",

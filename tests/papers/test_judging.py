@@ -9,7 +9,7 @@ import pytest
 from everfed.experiments.papers.judging import Judged, judge
 from everfed.experiments.papers.measures import Sample
 from everfed.experiments.papers.planning import Cell, Experiment
-from everfed.experiments.papers.tables import Metric
+from everfed.experiments.papers.tables import TableMetric
 from tests.papers.made import STREAM, accuracy, cell, sample, target
 
 
@@ -113,7 +113,7 @@ def test_runs_whose_samples_are_counted_by_client_and_period_have_numbers() -> N
 
 def test_a_printed_ratio_is_to_the_printed_baseline() -> None:
     """FedSSI, Table 5: 4.46 hours beside 3.13 is 1.42."""
-    hours = Metric(measure="seconds", unit="ratio", against="FedAvg")
+    hours = TableMetric(measure="seconds", unit="ratio", against="FedAvg")
     base = Experiment("recipe", "FedAvg")
     cells = [
         cell(method, measured=hours, against=base, target=target(value, method=method), not_judged="a ratio")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from everfed.errors import UserError
-from everfed.experiments.papers.tables import CellGroup, Metric, PaperTable, PrintedCell, Stated, printed
+from everfed.experiments.papers.tables import CellGroup, PaperTable, PrintedCell, Stated, TableMetric, printed
 from everfed.metrics.acceptance import never_compared
 from everfed.recipe import read
 from everfed.recipe import shipped as recipes
@@ -40,7 +40,7 @@ class Cell:
     setting: str
     method: str
     metric: str
-    measured: Metric
+    measured: TableMetric
     logits: Logits | None
     target: PrintedCell | None
     experiment: Experiment
@@ -200,7 +200,7 @@ def _why_missing(experiment: Experiment, known: _Known) -> str:
     return ""
 
 
-def _why_not_judged(table: PaperTable, measured: Metric, target: PrintedCell | None) -> str:
+def _why_not_judged(table: PaperTable, measured: TableMetric, target: PrintedCell | None) -> str:
     if target is None:
         return table.item.no_target
     if target.value is None:

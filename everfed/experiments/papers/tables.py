@@ -33,7 +33,7 @@ class Checked(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-class Metric(Checked):
+class TableMetric(Checked):
     """measure: a name of `measures.MEASURES`. against: the paper's method whose run of the same seed is needed, too
     (what a "ratio" is divided by; what FedSSI's Delta and RCP compare with). missing: why nothing measures it."""
 
@@ -145,7 +145,7 @@ class Paper(Checked):
     title: str
     baseline: str
     methods: dict[str, str]
-    metrics: dict[str, Metric]
+    metrics: dict[str, TableMetric]
     baselines: dict[str, str] = {}
     options: dict[str, list[str]] = {}
     seeds: int
