@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from everfed.data import formats, tiny_imagenet
+from everfed.data import formats
 from everfed.data.formats import Arrays
+from everfed.data.image_folder import read_image_folder, read_tiny_imagenet
 
 Files = tuple[Path, ...]
 DIGITS = tuple("0123456789")
@@ -96,6 +97,11 @@ def _read_cifar10(files: Files) -> Arrays:
 def _read_cifar100(files: Files) -> Arrays:
     names = formats.read_names(files[0].with_name("fine_label_names.txt"))
     return _pairs(formats.read_cifar100_binary)(files)._replace(class_names=names)
+
+
+def _beside_names(files: Files) -> Arrays:
+    """The image folder, train/<wnid>/ and test/<wnid>/, beside names.json."""
+    return read_image_folder(files[0].parent)
 
 
 def _idx_layout(prefix: str, test: str, folders: tuple[str, ...], read: Callable[[Files], Arrays]) -> FileLayout:
@@ -188,9 +194,9 @@ KNOWN: Mapping[str, KnownArrays] = {
             FileLayout(
                 ("tiny-imagenet-200", "tiny-imagenet/tiny-imagenet-200", "tiny-imagenet", "tiny_imagenet"),
                 (("val/val_annotations.txt",),),
-                tiny_imagenet.read_published,
+                read_tiny_imagenet,
             ),
-            FileLayout(("tiny-imagenet", "tiny_imagenet"), (("names.json",),), tiny_imagenet.read_folders),
+            FileLayout(("tiny-imagenet", "tiny_imagenet"), (("names.json",),), _beside_names),
         ),
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip, unpacked",
     ),

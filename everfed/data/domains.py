@@ -110,14 +110,14 @@ def read_domain_folders(name: str, root: Path, domains: tuple[str, ...], size: i
 def _read_domain(folder: Path, size: int) -> Source:
     if (folder / "train").is_dir() and (folder / "test").is_dir():
         classes = class_folders(folder / "train")
-        parts = [decoded(listed(folder / part, classes), size) for part in ("train", "test")]
+        parts = [decoded(listed(folder / part, classes), (size, size)) for part in ("train", "test")]
         arrays = Arrays(*parts[0], *parts[1], tuple(classes))
     else:
         root = folder / "images" if (folder / "images").is_dir() else folder
         classes = class_folders(root)
         if not classes:
             raise DataError(f"{root}: a domain needs one folder of images per class")
-        arrays = split_arrays(*decoded(listed(root, classes), size), classes)
+        arrays = split_arrays(*decoded(listed(root, classes), (size, size)), classes)
     return make_source(folder.name, *arrays[:4], class_names=arrays.class_names, origin=str(folder.absolute()))
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from everfed.data.errors import DataError
 from everfed.data.formats import Arrays, split_arrays
-from everfed.data.pictures import class_folders, listed, pillow
+from everfed.data.pictures import class_folders, decoded, listed, opened, pillow
 
 Files = list[tuple[Path, int]]  # (file, class id)
 _NEEDS = "an image folder has root/<class>/*, or root/train/<class>/* and root/test/<class>/*"
@@ -38,7 +34,7 @@ def read_image_folder(root: Path, size: int | None = None) -> Arrays:
         raise DataError(f"{root}: there are no images in class folders; {_NEEDS}")
     image = pillow(root)
     shape, grey = _common_format(image, [path for part in files for path, _ in part], size)
-    arrays = [_decoded(image, part, shape, grey) for part in files]
+    arrays = [decoded(part, shape, grey) for part in files]
     if parts:
         return Arrays(*arrays[0], *arrays[1], tuple(classes))
     return split_arrays(*arrays[0], classes)
@@ -55,7 +51,7 @@ def _common_format(image: Any, paths: list[Path], size: int | None) -> tuple[tup
     """((width, height), all grey): only headers are read."""
     shape, grey = (size, size) if size else None, True
     for path in paths:
-        with _opened(image, path) as picture:
+        with opened(image, path) as picture:
             if shape is not None and picture.size != shape and size is None:
                 raise DataError(
                     f"{path}: {picture.size[0]}x{picture.size[1]} pixels where others have {shape[0]}x{shape[1]}; set "
@@ -66,25 +62,25 @@ def _common_format(image: Any, paths: list[Path], size: int | None) -> tuple[tup
     return shape, grey
 
 
-def _decoded(image: Any, files: Files, shape: tuple[int, int], grey: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Images (n, channels, height, width) uint8 and labels, decoded into place one by one."""
-    x = np.empty((len(files), 1 if grey else 3, shape[1], shape[0]), np.uint8)
-    for slot, (path, _) in zip(x, files, strict=True):
-        with _opened(image, path) as picture:
-            if picture.mode == "I;16":  # Pillow would cut off at 255
-                picture = image.fromarray((np.asarray(picture) // 256).astype(np.uint8))
-            picture = picture.convert("L" if grey else "RGB")
-            if picture.size != shape:
-                picture = picture.resize(shape, image.Resampling.BILINEAR)
-            slot[:] = np.atleast_3d(np.asarray(picture)).transpose(2, 0, 1)
-    return x, np.array([label for _, label in files], np.int64)
+# Tiny-ImageNet: 200 classes of 500 training images and 10,000 validation images, 64x64 -------------------------------
+def read_tiny_imagenet(files: tuple[Path, ...]) -> Arrays:
+    """tiny-imagenet-200/ as it is published: train/<wnid>/images/*.JPEG, and val/images/*.JPEG named in
+    val/val_annotations.txt. The validation part is the test part, since the published test part has no labels."""
+    notes = files[0]
+    root = notes.parent.parent
+    classes = class_folders(root / "train")
+    train = listed(root / "train", classes, "images")
+    label = {name: number for number, name in enumerate(classes)}
+    test = [(notes.parent / "images" / name, label[wnid]) for name, wnid in _annotations(notes, label)]
+    (x, y), (x_test, y_test) = decoded(train, (64, 64)), decoded(test, (64, 64))
+    return Arrays(x, y, x_test, y_test, tuple(classes))
 
 
-@contextmanager
-def _opened(image: Any, path: Path) -> Iterator[Any]:
-    """An open image; errors of opening and decoding become a DataError that names the file."""
-    try:
-        with image.open(path) as picture:
-            yield picture
-    except (OSError, SyntaxError) as problem:  # Pillow reports a broken PNG as a SyntaxError
-        raise DataError(f"{path}: cannot be read as an image ({problem})") from problem
+def _annotations(path: Path, known: dict[str, int]) -> list[tuple[str, str]]:
+    """(file name, wnid) of every line: both come first, tab-separated."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = [tuple(line.split("\t")[:2]) for line in lines if line.strip()]
+    for row in rows:
+        if len(row) != 2 or row[1] not in known:
+            raise DataError(f"{path}: expected a file name and the id of a class below train/, got {' '.join(row)!r}")
+    return [(name, wnid) for name, wnid in rows]

@@ -47,7 +47,7 @@ class Pictures:
         """The images at `rows` (k,), decoded now."""
         if len(rows) == 0:
             return torch.zeros((0, *self.shape[1:]), dtype=self.dtype)
-        return torch.from_numpy(decoded([(self.files[row], 0) for row in rows.tolist()], self.size)[0])
+        return torch.from_numpy(decoded([(self.files[row], 0) for row in rows.tolist()], (self.size, self.size))[0])
 
 
 def _places(folder: Path | None) -> list[Path]:

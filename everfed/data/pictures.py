@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +31,38 @@ def listed(root: Path, classes: Sequence[str], inside: str = "") -> list[tuple[P
     ]
 
 
-def decoded(files: Sequence[tuple[Path, int]], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Colour images (n, 3, size, size) uint8, resized where they are not of that size, and labels (n,)."""
+def decoded(
+    files: Sequence[tuple[Path, int]], shape: tuple[int, int], grey: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Images (n, channels, height, width) uint8, resized where they are not of `shape` (width, height), and labels
+    (n,); decoded into place one by one."""
     if not files:
         raise DataError("there is no image to read")
-    image = pillow(files[0][0])
-    x = np.empty((len(files), 3, size, size), np.uint8)
+    x = np.empty((len(files), 1 if grey else 3, shape[1], shape[0]), np.uint8)
     for slot, (path, _) in zip(x, files, strict=True):
-        try:
-            with image.open(path) as picture:
-                colour = picture.convert("RGB")
-                if colour.size != (size, size):
-                    colour = colour.resize((size, size), image.Resampling.BILINEAR)
-                slot[:] = np.asarray(colour).transpose(2, 0, 1)
-        except (OSError, SyntaxError) as problem:  # Pillow reports a broken PNG as a SyntaxError
-            raise DataError(f"{path}: cannot be read as an image ({problem})") from problem
+        slot[:] = read_picture(path, shape, grey)
     return x, np.array([label for _, label in files], np.int64)
 
 
-def open_resized(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """A colour image (3, height, width) uint8, resized where it is not of that size."""
+def read_picture(path: Path, shape: tuple[int, int], grey: bool = False) -> np.ndarray:
+    """An image (channels, height, width) uint8, resized where it is not of `shape` (width, height)."""
     image = pillow(path)
+    with opened(image, path) as picture:
+        if picture.mode == "I;16":  # Pillow would cut off at 255
+            picture = image.fromarray((np.asarray(picture) // 256).astype(np.uint8))
+        picture = picture.convert("L" if grey else "RGB")
+        if picture.size != shape:
+            picture = picture.resize(shape, image.Resampling.BILINEAR)
+        return np.atleast_3d(np.asarray(picture)).transpose(2, 0, 1)
+
+
+@contextmanager
+def opened(image: Any, path: Path) -> Iterator[Any]:
+    """An open image; errors of opening and decoding become a DataError that names the file. image: Pillow's module."""
     try:
         with image.open(path) as picture:
-            colour = picture.convert("RGB")
-            if colour.size != size[::-1]:
-                colour = colour.resize(size[::-1], image.Resampling.BILINEAR)
-            return np.asarray(colour).transpose(2, 0, 1)
-    except (OSError, SyntaxError) as problem:
+            yield picture
+    except (OSError, SyntaxError) as problem:  # Pillow reports a broken PNG as a SyntaxError
         raise DataError(f"{path}: cannot be read as an image ({problem})") from problem
 
 

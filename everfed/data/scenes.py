@@ -18,7 +18,7 @@ import numpy as np
 
 from everfed.data.detection import from_corners
 from everfed.data.errors import DataError
-from everfed.data.pictures import SUFFIXES, open_resized
+from everfed.data.pictures import SUFFIXES, read_picture
 from everfed.data.sources import VARIABLE, data_folder
 from everfed.naming import places
 
@@ -251,5 +251,5 @@ def pixels(scenes: Sequence[Scene], size: Size) -> np.ndarray:
     """(n, 3, height, width) uint8, files decoded and resized."""
     x = np.empty((len(scenes), 3, *size), np.uint8)
     for slot, scene in zip(x, scenes, strict=True):
-        slot[:] = scene.image if isinstance(scene.image, np.ndarray) else open_resized(scene.image, size)
+        slot[:] = scene.image if isinstance(scene.image, np.ndarray) else read_picture(scene.image, size[::-1])
     return x
