@@ -42,6 +42,17 @@ def test_after_a_task() -> None:
     assert [value("forgetting_clipped_after_task", run) for run in at[1:]] == pytest.approx([30.0, 25.0])
 
 
+def test_the_last_pass_over_the_classes_is_scored_alone() -> None:
+    """Four tasks are two passes over four classes, two at a time: (.7 + .8) / 2, and .7 - .4 forgotten."""
+    rows = [[0.9], [0.1, 0.9], [0.2, 0.9, 0.7], [0.3, 0.8, 0.4, 0.8]]
+    pool = {"scenario": "task-pool", "classes": 4, "classes_per_task": 2}
+    again = sample(rows, stream=pool)
+    assert value("learning_accuracy_last_pass", again) == pytest.approx(75.0)
+    assert value("forgetting_last_pass", again) == pytest.approx(30.0)
+    once = sample(rows[:2], stream=pool)
+    assert value("learning_accuracy_last_pass", once) is None is value("learning_accuracy_last_pass", sample())
+
+
 def curve(*tasks: list[list[float]]) -> Sample:
     found = [{"round": 0, "task": t, "accuracy": row} for t, rows in enumerate(tasks) for row in rows]
     return sample([[0.5] * len(tasks)] * len(tasks), curves=found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,11 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from everfed.cli import app
-from everfed.experiments.papers import records
+from everfed.experiments.papers import planning, records
 from everfed.experiments.papers.judging import runs_of
 from everfed.experiments.papers.pages import PAGES, SCREEN, findings, pages
 from everfed.experiments.papers.records import FOLDER
-from everfed.experiments.papers.tables import Planned, notes, papers
+from everfed.experiments.papers.tables import Planned, find, notes, papers
+from everfed.naming import split_names
+from everfed.recipe import read, settled
 from everfed.recipe import shipped as recipes
 from tests.papers.test_records import made
 
@@ -104,6 +107,25 @@ def test_notes_name_what_there_is(key: str) -> None:
         assert one.seen and (one.ruled_out or one.not_tried or one.next or one.settled), one.question
         for sentence in (*one.seen, *one.ruled_out, *one.not_tried):
             assert len(sentence.split()) <= 40, sentence
+
+
+@pytest.mark.parametrize("plan", [plan for key in papers() for plan in notes(key).runs()], ids=lambda plan: plan.what)
+def test_a_planned_command_can_be_typed(plan: Planned) -> None:
+    """Its table or recipe, methods and settings exist. `everfed run` does not know what a recipe gives a method in a
+    comparison, such as an optimiser of its own."""
+    program, verb, name, *rest = shlex.split(plan.command)
+    options: dict[str, list[str]] = {}
+    for key, value in zip(rest[::2], rest[1::2], strict=True):
+        options.setdefault(key, []).append(value)
+    assert program == "everfed" and verb in ("run", "compare", "reproduce")
+    chosen = split_names(options.get("--methods", options.get("--method", [""]))[0])
+    if verb == "reproduce":
+        assert planning.plan(find(name), chosen, split_names(options.get("--columns", [""])[0]))
+        return
+    given = read(name).compare.options if read(name).compare else {}  # type: ignore[union-attr]
+    for method in chosen:
+        assert settled(read(name, method=method, sets=options.get("--set", [])))
+        assert verb == "compare" or method not in given, f"everfed run leaves out what {name} gives {method}"
 
 
 def test_a_plan_names_a_table_or_a_command() -> None:

@@ -190,6 +190,16 @@ def test_a_record_of_a_setting_belongs_to_the_cell_with_that_setting() -> None:
     assert experiment == Experiment(recipe, "der", settings)
 
 
+def test_a_record_belongs_to_the_recipe_that_has_its_very_settings() -> None:
+    """Table 1 with a buffer of 500 is a run of Table 2; with one of 300 it is none."""
+    recipe, method = "fedgp/table1-cifar100", "fedgp+agem"
+    own = {**made(method), "recipe": recipe}
+    for size, expected, differs in ((500, "fedgp/table2-cifar100", ()), (300, recipe, ("method.memory.size",))):
+        own["settings"] = records.settings_of(read(recipe, method=method, sets=(f"method.memory.size={size}",)))
+        ((experiment, runs),) = runs_of([own]).items()
+        assert (experiment.recipe, runs[0].differs) == (expected, differs)
+
+
 def test_records_of_no_table_are_left_out() -> None:
     assert runs_of([{**made(), "recipe": "demo"}, {**made(), "method": "feddbe"}]) == {}
 

@@ -45,6 +45,15 @@ def test_task_il_accuracy_is_a_column_where_it_differs() -> None:
     assert head[-1] == of_none[-1] == "forgetting"
 
 
+def test_the_last_pass_is_a_column_where_tasks_return() -> None:
+    again = of_recipe("stamp", 0, {}, learning_accuracy=0.6)
+    again["stream"] = {**again["stream"], "scenario": "task-pool", "classes": 2, "classes_per_task": 2}
+    again["accuracy_matrix"] = [[0.5], [0.4, 0.7]]
+    head, row = rows_of([again])
+    assert head[-2:] == ["learning accuracy, last pass", "forgetting, last pass"]
+    assert row[2] == "60.0" and row[-2:] == ["70.0", "-"]
+
+
 def test_a_seed_without_a_score_keeps_its_place() -> None:
     runs = [of_recipe("fedavg", seed, {}, **({} if seed == 1 else {"acc": 0.5 + seed / 10})) for seed in range(3)]
     _, row = rows_of(runs)

@@ -196,14 +196,14 @@ _EXACTNESS = {"fp32": 0, "tf32": 1, "bf16": 2}  # lowest first
 def runs_of(records: Iterable[Record]) -> Runs:
     """The records by experiment and seed. Of several for one place that which lacks least of the paper's experiment is
     taken, then that whose settings differ least, then that with the most exact arithmetic, then the last one. A record
-    of a recipe and method that no table uses is left out."""
+    that no table has a place for is left out."""
     found: dict[Experiment, dict[int, Sample]] = {}
     ranks: dict[tuple[Experiment, int], tuple[int, int, int]] = {}
     for record in records:
-        candidates = [e for e in _stated() if e.recipe == record["recipe"] and e.method in (record["method"], "")]
-        if not candidates:
+        nearest = _nearest(record)
+        if nearest is None:
             continue
-        experiment, differs = _nearest(record["settings"], candidates)
+        experiment, differs = nearest
         run, place = Sample(record, differs=differs), (experiment, record["seed"])
         rank = len(lacking(experiment, run)), len(differs), _exactness(record)
         if place not in ranks or rank <= ranks[place]:
@@ -228,9 +228,21 @@ def _exactness(record: Record) -> int:
     return _EXACTNESS.get(record["environment"].get("precision", "fp32"), len(_EXACTNESS))
 
 
-def _nearest(settings: dict[str, Any], candidates: Sequence[Experiment]) -> tuple[Experiment, tuple[str, ...]]:
-    compared = [(experiment, differences(settings, _settings(experiment))) for experiment in candidates]
-    return min(compared, key=lambda one: len(one[1]))
+def _nearest(record: Record) -> tuple[Experiment, tuple[str, ...]] | None:
+    """The experiment that a record is of, and the keys in which its settings differ: the nearest of its recipe, or one
+    of another recipe of the paper that has its very settings."""
+    paper = record["recipe"].partition("/")[0]
+    ours = [e for e in _stated() if e.recipe.startswith(f"{paper}/") and e.method in (record["method"], "")]
+    named = _compared(record, [experiment for experiment in ours if experiment.recipe == record["recipe"]])
+    if named and not named[1]:
+        return named
+    others = _compared(record, [experiment for experiment in ours if experiment.recipe != record["recipe"]])
+    return others if others and not others[1] else named
+
+
+def _compared(record: Record, candidates: Sequence[Experiment]) -> tuple[Experiment, tuple[str, ...]] | None:
+    found = ((experiment, differences(record["settings"], _settings(experiment))) for experiment in candidates)
+    return min(found, key=lambda one: len(one[1]), default=None)
 
 
 @cache

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed import metrics
-from everfed.metrics.matrix import Curves
+from everfed.metrics.matrix import Curves, Matrix
 from everfed.metrics.numbers import mean
 from everfed.recipe.schema import Logits
 from everfed.store.event_log import events
@@ -77,6 +77,19 @@ def _acc_after_task(sample: Sample) -> float | None:
 
 def _forgetting_clipped_after_task(sample: Sample) -> float | None:
     return _points(metrics.forgetting_clipped(sample.matrix))
+
+
+def _of_last_pass(metric: Callable[[Matrix], float | None]) -> Measure:
+    """A metric of the accuracy matrix of a task pool's last pass over the classes; none where there is one pass."""
+
+    def found(sample: Sample) -> float | None:
+        stream, rows = sample.result["stream"], sample.scores["accuracy_matrix"]
+        if stream.get("scenario") != "task-pool" or not rows:
+            return None
+        begin = len(rows) - stream["classes"] // stream["classes_per_task"]
+        return _points(metric([row[begin:] for row in rows[begin:]])) if begin > 0 else None
+
+    return found
 
 
 def _points(value: float | None) -> float | None:
@@ -271,6 +284,8 @@ MEASURES: dict[str, Measure] = {
     },
     "acc_after_task": _acc_after_task,
     "forgetting_clipped_after_task": _forgetting_clipped_after_task,
+    "learning_accuracy_last_pass": _of_last_pass(metrics.learning_accuracy),
+    "forgetting_last_pass": _of_last_pass(metrics.forgetting),
     "acc_last_rounds": _acc_last_rounds,
     "acc_avg_incremental_last_rounds": _acc_avg_incremental_last_rounds,
     "rounds_to_best": _rounds_to_best,

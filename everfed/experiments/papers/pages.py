@@ -216,7 +216,9 @@ def _disagreement(one: Disagreement) -> Iterator[str]:
 
 
 def _left(found: Findings) -> list[str]:
-    rows = [line[:3] for line in (plan.line() for plan in found.left)]
+    """What is planned, but for the runs that decide a disagreement, which stand there."""
+    deciding = {one.next for one in found.notes.disagreements}
+    rows = [plan.line()[:3] for plan in found.left if plan.command not in deciding]
     if not rows:
         return []
     return _section("Planned runs", "", markdown_table(["What", "Done", "Minutes of an H200 left"], rows))
@@ -229,20 +231,24 @@ def _cells(found: Findings, runs: Runs) -> list[str]:
     else:
         return [*parts, "No table of this paper has a record."]
     for name, judged in found.tables.items():
-        table = tables()[name]
-        columns, lines = writing.cells(judged)
-        at = columns.index("Level"), columns.index("Effect")
-        reasons = _numbered([line[index] for line in lines for index in at])
-        shown = [
-            [reasons.get(text, text) if index in at else text for index, text in enumerate(line)] for line in lines
-        ]
+        columns, lines = writing.cells(judged, effects=False)
+        level = columns.index("Level")
+        reasons = _numbered(line[level] for line in lines)
+        shown = [[*line[:level], reasons.get(line[level], line[level]), *line[level + 1 :]] for line in lines]
         notes = [f"{short.removeprefix(NOT_JUDGED).strip()} {long}" for long, short in reasons.items()]
-        parts.append(_folded(f"{table.name}: {table.item.about}", markdown_table(columns, shown), *notes))
-    return [*parts, _folded("Hardware of these runs", writing.sources(_runs_of(found, runs)))]
+        parts.append(_folded(f"{name}: {tables()[name].item.about}", markdown_table(columns, shown), *notes))
+    elsewhere = found.notes.recipes  # with their hardware
+    own = [run for run in _runs_of(found, runs) if run["recipe"] not in elsewhere]
+    return [*parts, *([_folded("Hardware of these runs", writing.sources(own))] if own else [])]
 
 
 def _recipes(found: Findings, records: Sequence[Record]) -> list[str]:
-    own = [_folded(f"`{name}`", about, writing.every_run(name, records)) for name, about in found.notes.recipes.items()]
+    recorded = {one["recipe"] for one in records}
+    own = [
+        _folded(f"`{name}`", about, writing.every_run(name, records))
+        for name, about in found.notes.recipes.items()
+        if name in recorded
+    ]
     return ["## Other settings and smaller streams", *own] if own else []
 
 

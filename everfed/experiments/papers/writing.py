@@ -11,16 +11,18 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, cast
 
 from everfed.errors import UserError
 from everfed.experiments.papers.judging import NOT_JUDGED, Effect, Judged
+from everfed.experiments.papers.measures import MEASURES, Sample
 from everfed.experiments.papers.records import Record, complete, settings_of
 from everfed.experiments.papers.shortfall import not_stated
 from everfed.experiments.papers.tables import PaperTable
 from everfed.methods import registry as methods
 from everfed.metrics.acceptance import EFFECTS, LEVELS, UNCLAIMED
 from everfed.recipe import parse_set, read
+from everfed.recipe.schema import Logits
 from everfed.reports.formats import markdown_table
 from everfed.store.files import write_atomic
 
@@ -115,8 +117,8 @@ class Reproduction:
         return "\n\n".join(parts) + "\n"
 
 
-def cells(found: Sequence[Judged]) -> Lines:
-    """(columns, lines) of cells."""
+def cells(found: Sequence[Judged], effects: bool = True) -> Lines:
+    """(columns, lines) of cells, with or without their effects over the baseline."""
     settings = len({one.cell.setting for one in found}) > 1
     metrics = len({one.cell.metric for one in found}) > 1
     head = ["Data", *(["Setting"] if settings else []), "Method", *(["Metric"] if metrics else [])]
@@ -124,9 +126,10 @@ def cells(found: Sequence[Judged]) -> Lines:
     for one in found:
         cell = one.cell
         names = [cell.dataset, *([cell.setting] if settings else []), cell.method, *([cell.metric] if metrics else [])]
-        numbers = [ours(one), paper(one), _signed(one.difference), one.verdict, *effect(one.effect), _seeds(one)]
-        lines.append([*names, *numbers])
-    return [*head, "Ours", "Paper", "Difference", "Level", "To the baseline", "Effect", "Seeds (paper)"], lines
+        numbers = [ours(one), paper(one), _signed(one.difference), one.verdict]
+        lines.append([*names, *numbers, *(effect(one.effect) if effects else []), _seeds(one)])
+    over = ["To the baseline", "Effect"] if effects else []
+    return [*head, "Ours", "Paper", "Difference", "Level", *over, "Seeds (paper)"], lines
 
 
 def missing(judged: Iterable[Judged]) -> Lines:
@@ -244,13 +247,17 @@ def _names(names: Iterable[str]) -> str:
 
 PRECISION = "engine.precision"
 OPTION = "method."  # what the key of a method's option begins with
-# titles of columns: which logits, "" for the recipe's own, and the metric
+# titles of columns: which logits, "" for the recipe's own, and the measure
 _SCORES = {
     "learning accuracy": ("", "learning_accuracy"),
     "final accuracy": ("", "acc"),
     "forgetting": ("", "forgetting"),
 }
 _TASK_IL = {"final accuracy, task-IL": ("task", "acc")}  # where it says something else than the final accuracy
+_LAST_PASS = {  # where tasks return
+    "learning accuracy, last pass": ("", "learning_accuracy_last_pass"),
+    "forgetting, last pass": ("", "forgetting_last_pass"),
+}
 
 
 def every_run(recipe: str, records: Iterable[Record]) -> str:
@@ -266,7 +273,8 @@ def every_run(recipe: str, records: Iterable[Record]) -> str:
         line = (one["method"], *_options(one, options), *(_setting(one, key) for key in keys))
         lines.setdefault(line, []).append(one)
     task_il = any(_score(one, "task", "acc") not in (None, _score(one, "", "acc")) for one in own)
-    scores = {**_SCORES, **(_TASK_IL if task_il else {})}
+    passes = any(_score(one, *of) is not None for one in own for of in _LAST_PASS.values())
+    scores = {**_SCORES, **(_TASK_IL if task_il else {}), **(_LAST_PASS if passes else {})}
     rows = [
         [*line, ", ".join(map(_seed, group)), *(_over_seeds(group, *of) for of in scores.values())]
         for line, group in sorted(lines.items())
@@ -334,18 +342,18 @@ def _default(method: str, key: str) -> Any:
     return getattr(parts.get(part), option, "")
 
 
-def _score(record: Record, logits: str, metric: str) -> float | None:
-    """logits: "" for the recipe's own."""
-    scored = record.get("by_logits", {}).get(logits, {}) if logits else record
-    value: float | None = scored.get("metrics", {}).get(metric)
-    return value
+def _score(record: Record, logits: str, name: str) -> float | None:
+    """A measure of a record. logits: "" for the recipe's own."""
+    if logits and logits not in record.get("by_logits", {}):
+        return None
+    return MEASURES[name](Sample(record, logits=cast(Logits, logits) if logits else None))
 
 
-def _over_seeds(records: Sequence[Record], logits: str, metric: str) -> str:
+def _over_seeds(records: Sequence[Record], logits: str, name: str) -> str:
     """Mean ± population deviation, and in brackets the value of each seed, - where it has none."""
-    values = [_score(one, logits, metric) for one in records]
-    known = [100 * value for value in values if value is not None]
-    each = " ".join("-" if value is None else f"{100 * value:.1f}" for value in values)
+    values = [_score(one, logits, name) for one in records]
+    known = [value for value in values if value is not None]
+    each = " ".join("-" if value is None else f"{value:.1f}" for value in values)
     return each if len(values) < 2 or not known else f"{fmean(known):.1f} ± {pstdev(known):.1f} ({each})"
 
 
