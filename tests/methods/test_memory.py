@@ -177,6 +177,11 @@ def test_a_buffer_never_exceeds_its_size_and_is_filled_from_the_front(size: int)
     assert not own["x"][rows:].any()  # the spare row, too, is wiped: what was rejected is not kept
 
 
+def test_outputs_of_what_was_rejected_are_not_kept_either() -> None:
+    own = Bench("der", stream=Toy(samples=30)).run().clients[0][NAME]
+    assert own["logits"][:8].all() and not own["logits"][8].any()
+
+
 def test_a_buffer_larger_than_all_data_holds_all_of_it() -> None:
     bench = er(size=50)
     own = bench.run().clients[2][NAME]

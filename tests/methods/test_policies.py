@@ -14,8 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core import tree
-from everfed.method import CLASSES, EAGER, Client, CompositionError, Data, Optimizer, TrainOptions, option
+from everfed.method import (
+    CLASSES,
+    EAGER,
+    Client,
+    CompositionError,
+    Data,
+    Method,
+    Optimizer,
+    TrainOptions,
+    compose,
+    option,
+)
 from everfed.methods import registry as methods
+from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.common.layers import features
 from everfed.methods.replay.diversity import select
 from everfed.methods.replay.memory import NAME, POLICIES, Memory, Policy, Pool, make_policy, stored
@@ -268,6 +280,23 @@ def test_a_policy_of_ones_own(policy: Any, expected: int) -> None:
     outcome = bench(policy, 8).run()
     assert buffer(outcome).ids.tolist() == ids_of(LONG, 0, 1)[-expected:]
     assert all(e["bytes_down"] == 0 for e in outcome.events if e.get("phase") == "remember")
+
+
+@dataclass(frozen=True)
+class Oldest(Policy):
+    """What is stored already, then the first new samples."""
+
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
+        return np.concatenate([np.arange(pool.new, len(pool)), np.arange(pool.new)])[:size]
+
+
+def test_stored_outputs_are_those_of_the_model_under_which_a_sample_was_stored() -> None:
+    def build() -> Method:
+        return compose(FedAvg(), Memory(size=4, logits=True, policy=Oldest()))
+
+    made = Bench(build, stream=Toy(clients=1, tasks=3, rounds_per_task=1))
+    first, second = (outcome.clients[0][NAME] for outcome in made.after(1, 2))
+    assert first["logits"][:4].all() and torch.equal(first["logits"], second["logits"])
 
 
 def test_a_policy_that_does_not_choose_is_refused_when_it_should() -> None:
