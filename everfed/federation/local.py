@@ -11,6 +11,7 @@ import socket
 import stat
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from everfed.errors import UserError
@@ -38,13 +39,18 @@ def control_socket(port: int) -> Path:
 
 
 def _own_folder() -> Path:
-    """A folder with a short name that only this user can write to: another user's socket could pose as the worker."""
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"everfed-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise UserError(f"{folder} must be a folder that only you can use; remove it, or choose a shorter --folder")
-    return folder
+    """A folder with a short name that only this user can write to: another user's socket could pose as the worker. The
+    first that can be had: another user may have taken the name in a folder that all can write to."""
+    places = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), os.path.expanduser("~/.cache")]
+    folders = [Path(place) / f"everfed-{os.getuid()}" for place in places if os.path.isabs(place)]
+    for folder in folders:
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+                return folder
+    tried = ", ".join(str(folder) for folder in folders)
+    raise UserError(f"one of {tried} must be a folder that only you can use; remove one, or choose a shorter --folder")
 
 
 def listen(path: Path) -> socket.socket:

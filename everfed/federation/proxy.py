@@ -1,6 +1,6 @@
 """A reverse proxy in front of the SuperLink, as a configuration of nginx.
 
-The SuperLink binds loopback and answers the calls of SuperNodes only (`flower.superlink`). The proxy exposes the same
+The SuperLink binds loopback and answers the calls of SuperNodes only (`flower.gate`). The proxy exposes the same
 calls by name, so that nothing else reaches the SuperLink from outside.
 """
 
@@ -18,7 +18,7 @@ FLEET = (
     "register-node", "activate-node", "deactivate-node", "unregister-node", "send-node-heartbeat", "pull-messages",
     "push-messages", "get-run", "get-fab", "push-object", "pull-object", "confirm-message-received",
 )  # fmt: skip
-BODY = 256  # MiB of the largest request
+BODY = 64  # MiB of the largest request: an object has at most 16, or all the small pieces of a packet
 CONNECTIONS = 64  # from one address
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

@@ -19,12 +19,10 @@ from everfed.store.run import RunError, RunFolder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flwr.serverapp import Grid
-
     from everfed.core.context import PlaceKey
     from everfed.core.engine import Engine
     from everfed.core.events import Observer
-    from everfed.federation.flower.grid import Node
+    from everfed.federation.flower.grid import Connection, Node
     from everfed.session import Run
 
 IDENTITY = "federation.json"
@@ -44,7 +42,7 @@ class Serving:
     checkpoint_every: float = 5.0
 
 
-def serve(serving: Serving, open_grid: Callable[[], Grid], observers: Sequence[Observer] = ()) -> dict[str, Any]:
+def serve(serving: Serving, open_grid: Callable[[], Connection], observers: Sequence[Observer] = ()) -> dict[str, Any]:
     """Start the run, or resume it from its folder; returns the content of result.json."""
     with _run_folder(serving) as folder:
         finished = folder.read_result()
@@ -98,7 +96,7 @@ def _engine(
     serving: Serving,
     folder: RunFolder,
     run: Run,
-    open_grid: Callable[[], Grid],
+    open_grid: Callable[[], Connection],
     notify: Observer,
     durable: Callable[[], PlaceKey],
 ) -> Engine:

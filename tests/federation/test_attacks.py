@@ -18,7 +18,7 @@ from everfed.errors import UserError
 from everfed.federation import request as wire
 from everfed.federation.checking import largest_reply
 from everfed.federation.codec import to_reply
-from everfed.federation.local import NODE_KEY, listen, socket_path
+from everfed.federation.local import NODE_KEY, control_socket, listen, socket_path
 from everfed.federation.packet import PROTOCOL, Packet, PacketError
 from everfed.federation.request import Answer
 from tests.core.test_tree_hostile import POISONED
@@ -162,16 +162,25 @@ def test_no_folder_s_name_changes_a_node_s_config(name: str, short: Path) -> Non
         assert listener.getsockname() == str(path)
 
 
-def test_a_folder_for_sockets_that_is_another_s_is_refused(short: Path) -> None:
-    own = short / f"everfed-{os.getuid()}"
-    own.mkdir()
-    own.chmod(0o777)
+def test_a_folder_for_sockets_that_is_another_s_is_not_used(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever makes the first of them blocks nobody: the next is used, and without any there is an error."""
+    for place in ("run", "tmp", "home/.cache"):
+        (short / place).mkdir(parents=True)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short / "run"))
+    monkeypatch.setenv("HOME", str(short / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(short / "tmp"))
+    found = []
+    for place in ("run", "tmp", "home/.cache"):
+        own = control_socket(1).parent
+        found.append(own)
+        assert own == short / place / f"everfed-{os.getuid()}" and own.stat().st_mode & 0o777 == 0o700
+        own.chmod(0o777)
     with pytest.raises(UserError, match="only you can use"):
-        socket_path(short / ("x" * 150))
-    own.rmdir()
-    own.symlink_to(short)
+        control_socket(1)
+    found[0].rmdir()
+    found[0].symlink_to(short)
     with pytest.raises(UserError, match="only you can use"):
-        socket_path(short / ("x" * 150))
+        control_socket(1)
 
 
 @pytest.mark.parametrize("config", [{}, {NODE_KEY: 5}, {NODE_KEY: True}, {"everfed-socke": "/x"}])

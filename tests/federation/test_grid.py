@@ -30,11 +30,6 @@ class Says:
     """A message as Flower hands it out."""
 
     content: Any
-    ticket: str
-
-    @property
-    def metadata(self) -> Any:
-        return type("Metadata", (), {"reply_to_message_id": self.ticket})
 
     def has_error(self) -> bool:
         return False
@@ -50,6 +45,8 @@ class FakeGrid:
     outages: int = 0
     broken: Exception | None = None
     contents: list[Any] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    limit: int = 0
 
     def packets(self) -> list[Packet]:
         """What was sent."""
@@ -67,9 +64,19 @@ class FakeGrid:
         self.sent += [(t, m.metadata.dst_node_id) for t, m in zip(tickets, messages, strict=True)]
         return tickets
 
-    def pull_messages(self, tickets: list[str]) -> list[Says]:
+    def pull(self, tickets: list[str]) -> list[tuple[str, Says]]:
         found = [ticket for ticket in tickets if ticket in self.answers]
-        return [Says(to_records(self.answers.pop(ticket)), ticket) for ticket in found]
+        return [(ticket, Says(to_records(self.answers.pop(ticket)))) for ticket in found]
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+    def forget(self, tickets: list[str]) -> None:
+        for ticket in tickets:
+            self.answers.pop(ticket, None)
+
+    def close(self) -> None:
+        """The run is over."""
 
     def greet(self) -> None:
         """Answer the last message: it asked who that node is."""
@@ -196,11 +203,10 @@ def test_a_message_that_an_outage_cut_in_two_is_sent_again(met: Meeting, error: 
 
 def test_the_longer_an_answer_takes_the_later_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A twentieth of the time since the last request: 0.1 s at first, 0.5 s after 10 s, 1 s from 20 s on."""
-    now, slept = [100.0], []
+    now, grid = [100.0], FakeGrid([Here(5)])
     monkeypatch.setattr("everfed.federation.flower.grid.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("everfed.federation.flower.grid.time.sleep", slept.append)
-    transport = GridTransport(lambda: FakeGrid([Here(5)]), lambda node: node.client, poll=0.1)  # type: ignore[arg-type,return-value]
+    transport = GridTransport(lambda: grid, lambda node: node.client, poll=0.1)  # type: ignore[arg-type,return-value]
     transport.connected()  # greets
     for now[0] in (100.5, 110.0, 120.0, 4000.0):
         transport.receive()
-    assert slept == pytest.approx([0.1, 0.5, 1.0, 1.0])
+    assert grid.waits == pytest.approx([0.1, 0.5, 1.0, 1.0])

@@ -146,17 +146,15 @@ def activated(port: int, root: bytes | None, secret: bytes) -> bool:
             return False
 
 
-def test_the_database_s_log_is_written_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four hundred objects of 1 MiB, stored and removed: the log stays near its limit of 32 MiB, and at the end of the
-    SuperLink it is moved into the database."""
-    from flwr.supercore import sql_mixin
+def test_the_database_s_log_is_written_back(tmp_path: Path) -> None:
+    """Four hundred objects of 1 MiB, stored and removed: the log stays near SQLite's thousand pages, and at the end of
+    the SuperLink it is moved into the database."""
     from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 
     from everfed.federation.flower import superlink
 
-    monkeypatch.setattr(sql_mixin, "SQLITE_PRAGMAS", sql_mixin.SQLITE_PRAGMAS)  # put back afterwards
-    superlink.configure_database()
     path, log = tmp_path / "link.db", tmp_path / "link.db-wal"
+    superlink.create(path)
     store = SqlObjectStore(str(path))
     store.initialize()
     largest = 0
@@ -168,7 +166,7 @@ def test_the_database_s_log_is_written_back(tmp_path: Path, monkeypatch: pytest.
             )
             store.query("DELETE FROM objects WHERE object_id = :id", {"id": str(number)})
             largest = max(largest, log.stat().st_size)
-        assert largest <= superlink.LOG + (8 << 20)
+        assert largest <= 1000 * superlink.PAGE + (8 << 20)
         superlink.write_back(path)
         assert log.stat().st_size == 0
         assert other.execute("SELECT count(*) FROM objects").fetchone() == (0,)

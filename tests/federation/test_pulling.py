@@ -19,8 +19,9 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.task_identity import TaskIdentity
 
 from everfed.federation.flower.grid import _answer
-from everfed.federation.flower.pulling import UNUSABLE, Puller
+from everfed.federation.flower.pulling import Puller
 from everfed.federation.flower.records import to_records
+from everfed.federation.flower.replies import OneByOne, Reply
 from everfed.federation.packet import Packet
 from everfed.federation.transport import Failure
 from tests.core.test_tree_hostile import mutated
@@ -102,8 +103,12 @@ def answers(link: Link, limit: int = 1 << 20) -> dict[str, Packet | Failure]:
     puller, tickets = Puller(link, NODE, 1), [one.ticket for one in link.replies]
     found: dict[str, Packet | Failure] = {}
     while len(found) < len(tickets):  # on a busy machine a reply may take longer than one pull waits
-        found |= {one.metadata.reply_to_message_id: _answer(one) for one in puller.pull(tickets, limit)}
+        found |= {ticket: answer(one) for ticket, one in puller.pull(tickets, limit)}
     return found
+
+
+def answer(reply: Reply) -> Packet | Failure:
+    return reply if isinstance(reply, Failure) else _answer(reply)
 
 
 def test_an_honest_reply_arrives_as_it_was_sent_and_is_confirmed() -> None:
@@ -164,23 +169,21 @@ def test_an_object_that_is_missing_may_come_later() -> None:
 
     found = answers(Losing([stored(SMALL)]))["t0"]
     assert isinstance(found, Failure) and not found.own
-    assert UNUSABLE not in (0, 1, 2, 3, 4, 5, 6, 7, 8)
 
 
 # an app that announced its reply and died ----------------------------------------------------------------------------
 def test_a_reply_that_was_announced_and_never_sent_holds_up_nothing() -> None:
     link = Waiting(stored(SMALL, "small"))
     puller = Puller(link, NODE, 1, stall=HANG)
-    assert [_answer(one) for one in pulled(puller, "late", "small")] == [SMALL]
+    assert [answer(one) for _, one in pulled(puller, "late", "small")] == [SMALL]
     link.replies.append(stored(SMALL, "next"))
-    found = pulled(puller, "late", "next")
-    assert [one.metadata.reply_to_message_id for one in found] == ["next"]
+    assert [ticket for ticket, _ in pulled(puller, "late", "next")] == ["next"]
     puller.close()
 
 
-def pulled(puller: Puller, *tickets: str) -> list[Message]:
+def pulled(puller: Puller, *tickets: str) -> list[tuple[str, Reply]]:
     """What comes first."""
-    found: list[Message] = []
+    found: list[tuple[str, Reply]] = []
     while not found:
         found = puller.pull(list(tickets), 1 << 20)
     return found
@@ -192,15 +195,14 @@ def test_a_reply_whose_objects_come_late_arrives_and_wakes_the_server() -> None:
     assert puller.pull(["late"], 1 << 20) == []
     threading.Timer(0.2, link.sent.set).start()
     puller.wait(10 * HANG)  # beyond the limit of a test: it is woken, or it hangs
-    (found,) = puller.pull(["late"], 1 << 20)
-    assert _answer(found) == LARGE and link.confirmed
+    ((_, found),) = puller.pull(["late"], 1 << 20)
+    assert answer(found) == LARGE and link.confirmed
 
 
 def test_a_reply_that_does_not_come_is_a_failure_in_the_end_and_is_asked_for_again() -> None:
     link = Waiting()
     puller = Puller(link, NODE, 1, stall=0.5)
-    (found,) = pulled(puller, "late")
-    failure = _answer(found)
+    ((_, failure),) = pulled(puller, "late")
     assert isinstance(failure, Failure) and not failure.own and "announced, but not sent" in failure.reason
 
 
@@ -223,3 +225,49 @@ def test_a_lost_connection_is_raised_by_the_next_pull() -> None:
 
     with pytest.raises(ConnectionError, match="away"):
         pulled(Puller(Broken([stored(SMALL)]), NODE, 1), "t0")
+
+
+# Flower's public Grid ------------------------------------------------------------------------------------------------
+class Plain:
+    """A Grid as a ServerApp gets it: `pull_messages` returns every reply that was asked for, or raises."""
+
+    def __init__(self, **replies: Any) -> None:
+        self.replies, self.here = replies, threading.Event()
+
+    def get_nodes(self) -> list[Any]:
+        return []
+
+    def push_messages(self, messages: Any) -> list[str]:
+        return []
+
+    def pull_messages(self, tickets: list[str]) -> list[Message]:
+        found = []
+        for one in [self.replies.pop(ticket) for ticket in tickets if ticket in self.replies]:
+            if one is self.here:
+                one.wait()
+            elif isinstance(one, BaseException):
+                raise one
+            else:
+                found.append(one)
+        return found
+
+
+def test_over_the_public_grid_one_half_and_one_unreadable_reply_hold_nobody() -> None:
+    """Flower's pull waits for all objects of all replies, and what its decoders raise would end the run."""
+    good = Message(to_records(SMALL), 5, "train")
+    grid = Plain(unreadable=IndexError("no such object"), good=good)
+    grid.replies["half"] = grid.here
+    link, found = OneByOne(grid), {}  # type: ignore[arg-type]
+    while len(found) < 2:
+        found |= {ticket: answer(one) for ticket, one in link.pull(["half", "unreadable", "good", "none yet"])}
+    failure = found.pop("unreadable")
+    assert found == {"good": SMALL}
+    assert isinstance(failure, Failure) and failure.own and "IndexError: no such object" in failure.reason
+    link.close()  # at the deadline: its thread is given up
+    grid.here.set()
+    assert link.pull([]) == []
+
+
+def test_over_the_public_grid_a_lost_connection_is_raised() -> None:
+    with pytest.raises(ConnectionError, match="away"):
+        OneByOne(Plain(t=ConnectionError("the SuperLink is away"))).pull(["t"])  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,51 +64,37 @@ def test_records_that_are_no_packet_are_refused(content: dict[str, object]) -> N
 
 def test_objects_are_large_and_missing_ones_are_requested_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a missing object Flower sleeps for a second, two, up to ten; here for 0.05 s, doubled up to 0.5 s."""
-    from flwr.app.message import array
     from flwr.supercore.inflatable import inflatable_utils
 
-    from everfed.federation.flower.internals import CHUNK, fetch_objects, use_large_objects
+    from everfed.federation.flower import CHUNK
+    from everfed.federation.flower.internals import fetch_objects
 
-    monkeypatch.setattr(array, "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", array.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
-    use_large_objects()
-    data = bytes(CHUNK + 1)
-    chunks = [len(chunk.data) for _, chunk in flwr_app.Array("uint8", (len(data),), "x", data).slice_array()]
-    assert chunks == [CHUNK, 1]
+    chunks = (
+        f"[len(one.data) for _, one in flwr.app.Array('uint8', ({CHUNK + 1},), 'x', bytes({CHUNK + 1})).slice_array()]"
+    )
+    code = f"import everfed.federation.flower.records, flwr.app; print({chunks})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"[{CHUNK}, 1]"
     passed: dict[str, object] = {}
     monkeypatch.setattr(inflatable_utils, "pull_objects", lambda names, fetch, **named: passed.update(named) or {})
     fetch_objects(["a"], lambda name: b"")
     assert passed == {"initial_backoff": 0.05, "backoff_cap": 0.5, "max_tries_per_object": None}
 
 
-def test_a_database_of_ours_has_large_pages_and_keeps_its_promises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What Flower sets stays: write-ahead log (as text), synchronous = NORMAL (1), foreign keys."""
-    from flwr.supercore import sql_mixin
+def test_a_database_of_ours_has_large_pages_and_keeps_its_promises(tmp_path: Path) -> None:
+    """What Flower sets stays: write-ahead log (as text), synchronous = NORMAL (1), foreign keys. A database that is
+    there already is left alone."""
     from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 
     from everfed.federation.flower import superlink
 
-    monkeypatch.setattr(sql_mixin, "SQLITE_PRAGMAS", sql_mixin.SQLITE_PRAGMAS)  # put back afterwards
-    superlink.configure_database()
+    superlink.create(tmp_path / "link.db")
     store = SqlObjectStore(str(tmp_path / "link.db"))
     store.initialize()
     found = {}
-    for name in (
-        "page_size",
-        "wal_autocheckpoint",
-        "journal_size_limit",
-        "journal_mode",
-        "synchronous",
-        "foreign_keys",
-    ):
+    for name in ("page_size", "journal_mode", "synchronous", "foreign_keys"):
         [row] = store.query(f"PRAGMA {name}")
         (found[name],) = row.values()
-    assert found == {
-        "page_size": 65536,
-        "wal_autocheckpoint": 512,
-        "journal_size_limit": 32 << 20,
-        "journal_mode": "wal",
-        "synchronous": 1,
-        "foreign_keys": 1,
-    }
+    assert found == {"page_size": 65536, "journal_mode": "wal", "synchronous": 1, "foreign_keys": 1}
+    superlink.create(tmp_path / "link.db")
+    assert store.query("SELECT count(*) AS found FROM objects") == [{"found": 0}]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 from everfed.errors import UserError
+
+CHUNK = 16 << 20  # bytes of one object of a message: each is a request with several transactions
+os.environ.setdefault("FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", str(CHUNK))  # read when Flower is imported
 
 
 def require_flower() -> None:

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from everfed.store.files import make_folder
-
-if TYPE_CHECKING:
-    from everfed.federation.flower.internals import Fab
 
 PROJECT = """\
 [build-system]
@@ -25,7 +22,7 @@ name = "everfed-app"
 version = "1.0.0"
 description = "Continual federated learning with everfed"
 license = "Apache-2.0"
-dependencies = ["everfed[flower]"]
+dependencies = [] # everfed is there; a SuperLink installs what is named here from an index
 
 [tool.hatch.build.targets.wheel]
 packages = ["everfed_app"]
@@ -59,13 +56,21 @@ def files() -> dict[str, bytes]:
     }
 
 
+@dataclass(frozen=True)
+class Bundle:
+    """An app as Flower carries it."""
+
+    hash_str: str
+    content: bytes
+
+
 @functools.cache
-def bundle() -> Fab:
-    """The app as Flower's bundle. Its hash is the same wherever the same version of everfed is installed."""
-    from everfed.federation.flower.internals import Fab, build_fab_from_files
+def bundle() -> Bundle:
+    """The app's bundle. Its hash is the same wherever the same version of everfed is installed."""
+    from everfed.federation.flower.internals import build_fab_from_files
 
     content, _ = build_fab_from_files(files())
-    return Fab(hashlib.sha256(content).hexdigest(), content, {})
+    return Bundle(hashlib.sha256(content).hexdigest(), content)
 
 
 def write(folder: Path) -> None:

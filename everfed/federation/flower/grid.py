@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import httpx
 from flwr.app import Message
-from flwr.serverapp import Grid
 
 from everfed.core.events import Observer
-from everfed.federation.flower.internals import ObjectPushError, RunNotRunningException, use_large_objects
-from everfed.federation.flower.pulling import UNUSABLE
-from everfed.federation.flower.records import from_records, to_records
+from everfed.federation.flower.records import APP_RAISED, FOREIGN_APP, from_records, to_records
+from everfed.federation.flower.replies import LOST, Reply
 from everfed.federation.packet import PROTOCOL, Packet, PacketError
 from everfed.federation.request import HELLO, NOTICE, require_protocol
 from everfed.federation.transport import Failure
@@ -22,20 +19,17 @@ from everfed.federation.transport import Failure
 CODES = {
     0: "unknown error",
     1: "the app could not be loaded",
-    2: "the app raised an exception",
+    APP_RAISED: "the app raised an exception",
     3: "the message is not available",
     4: "the reply is not available",
     5: "the node is not available",
-    7: "the client refuses this run's app",
+    FOREIGN_APP: "the client refuses this run's app",
     8: "the app's process died",
-    UNUSABLE: "its reply may not be used",
 }
-OWN = frozenset({1, 2, 7, 8, UNUSABLE})  # errors of the client's app, not of the network
+OWN = frozenset({1, APP_RAISED, FOREIGN_APP, 8})  # errors of the client's app, not of the network
 LIFETIME = 12 * 3600.0  # seconds for which the SuperLink keeps a message
 HELLO_LIMIT = 1 << 20  # bytes of a node's answer to HELLO
 SHARE, LONGEST = 0.05, 1.0  # poll interval: this share of the time waited, up to seconds; a poll costs the SuperLink
-# a push that an outage interrupts counts as lost: its objects are dropped with the run
-LOST = (httpx.HTTPError, RunNotRunningException, ObjectPushError, OSError)
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,31 @@ class Node:
     name: str
     client: int
     key: bytes = b""
+
+
+class Connection(Protocol):
+    """A run on a SuperLink. limit: bytes of one reply; outages: how often the SuperLink did not answer."""
+
+    limit: int
+    outages: int
+
+    def get_nodes(self) -> Iterable[Any]:
+        """The SuperNodes that are connected."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send; returns a ticket for each."""
+
+    def pull(self, tickets: list[str]) -> list[tuple[str, Reply]]:
+        """The replies that have come, by ticket."""
+
+    def wait(self, seconds: float) -> None:
+        """For so long, or until a reply that is being pulled is complete."""
+
+    def forget(self, tickets: Iterable[str]) -> None:
+        """Stop pulling the replies to these."""
+
+    def close(self) -> None:
+        """End the run."""
 
 
 Enrol = Callable[[Node], int]  # the index of a client; raises PacketError for one that may not take part
@@ -59,7 +78,7 @@ class GridTransport:
 
     def __init__(
         self,
-        open_grid: Callable[[], Grid],
+        open_grid: Callable[[], Connection],
         enrol: Enrol,
         notify: Observer = lambda event: None,
         poll: float = 0.1,
@@ -68,7 +87,7 @@ class GridTransport:
         self._open_grid, self._enrol, self.notify = open_grid, enrol, notify
         self.poll, self.look = poll, look
         self.limit = HELLO_LIMIT
-        self._grid: Grid | None = None
+        self._grid: Connection | None = None
         self._nodes: dict[int, int] = {}  # node -> client
         self._refused: set[int] = set()
         self._reported: set[tuple[int, str]] = set()  # failures of nodes before they were enrolled
@@ -79,7 +98,6 @@ class GridTransport:
         self._since: dict[int, str] = {}  # node -> when Flower last activated it
         self._refreshed = self._sent = float("-inf")
         self._outages = 0
-        use_large_objects()
 
     # nodes -------------------------------------------------------------------------------------------------------
     def connected(self) -> frozenset[int]:
@@ -88,7 +106,7 @@ class GridTransport:
             self._refreshed = time.monotonic()
         return frozenset(self._nodes.values())
 
-    def _refresh_nodes(self, grid: Grid) -> None:
+    def _refresh_nodes(self, grid: Connection) -> None:
         """Send HELLO to new nodes, and drop those that are not connected any more."""
         nodes = list(grid.get_nodes())
         here = {node.node_id: bytes(getattr(node, "public_key", b"")) for node in nodes}
@@ -167,7 +185,7 @@ class GridTransport:
             self._tickets[ticket] = node
         return ticket
 
-    def _push(self, grid: Grid, node: int, packet: Packet, kind: str) -> str:
+    def _push(self, grid: Connection, node: int, packet: Packet, kind: str) -> str:
         self._sent = time.monotonic()
         message = Message(to_records(packet), node, kind, ttl=LIFETIME)
         (ticket,) = grid.push_messages([message])
@@ -179,32 +197,27 @@ class GridTransport:
         since = time.monotonic() - self._sent
         self._wait(max(self.poll, min(LONGEST, SHARE * since)))
         waiting = [*self._tickets, *self._hellos]
-        found = self._safely(lambda grid: list(grid.pull_messages(waiting))) if waiting else None
-        answers = [one for reply in found or () for one in self._matched(reply)]
+        found = self._safely(lambda grid: grid.pull(waiting)) if waiting else None
+        answers = [one for ticket, reply in found or () for one in self._matched(ticket, reply)]
         self._detect_outage()
         lost, self._lost = self._lost, []
         return [*lost, *answers]
 
     def _wait(self, seconds: float) -> None:
-        """For so long, or until a reply that is being pulled is complete."""
-        if self._grid is not None and hasattr(self._grid, "wait"):  # Flower's own grid has none
-            self._grid.wait(seconds)
-        else:
-            time.sleep(seconds)
+        (time.sleep if self._grid is None else self._grid.wait)(seconds)
 
     def _detect_outage(self) -> None:
         """After an outage of the SuperLink all open requests are repeated: messages that it was delivering then count
         as delivered there, and would never be answered."""
-        outages = getattr(self._grid, "outages", 0)
+        outages = self._grid.outages if self._grid is not None else 0
         if outages > self._outages:
             self.notify({"event": "warning", "message": "the SuperLink was away; open requests are repeated"})
             self._lose_all("the SuperLink was away")
         self._outages = outages
 
-    def _matched(self, reply: Message) -> list[tuple[str, Packet | Failure]]:
+    def _matched(self, ticket: str, reply: Reply) -> list[tuple[str, Packet | Failure]]:
         """By the message that it replies to: the sender of an error is not the node that is gone."""
-        ticket = reply.metadata.reply_to_message_id
-        answer = _answer(reply)
+        answer = reply if isinstance(reply, Failure) else _answer(reply)
         if ticket in self._hellos:
             self._register(self._hellos.pop(ticket), answer)
             return []
@@ -213,22 +226,21 @@ class GridTransport:
     def forget(self, tickets: list[str]) -> None:
         for ticket in tickets:
             self._tickets.pop(ticket, None)
-        if self._grid is not None and hasattr(self._grid, "forget"):  # Flower's own grid has none
+        if self._grid is not None:
             self._grid.forget(tickets)
 
     def close(self) -> None:
         grid, self._grid = self._grid, None
-        if grid is not None and hasattr(grid, "close"):
+        if grid is not None:
             grid.close()
 
     # the connection ----------------------------------------------------------------------------------------------
-    def _safely(self, call: Callable[[Grid], Any]) -> Any:
+    def _safely(self, call: Callable[[Connection], Any]) -> Any:
         """The result of a call on the grid; None when the connection is lost. All open requests then fail, and are
         repeated over a new connection."""
         try:
             self._grid = self._grid or self._open_grid()
-            if hasattr(self._grid, "limit"):  # Flower's own grid has none
-                self._grid.limit = self.limit
+            self._grid.limit = self.limit
             return call(self._grid)
         except LOST as error:
             self.notify({"event": "warning", "message": f"lost the SuperLink: {type(error).__name__}: {error}"})

@@ -5,16 +5,13 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
-from flwr.app.message import array, make_message
 from flwr.cli.build import build_fab_from_files
-from flwr.common.constant import ErrorCode, SubStatus
-from flwr.common.serde import fab_to_proto, run_from_proto
+from flwr.common.serde import run_from_proto
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest, UnregisterNodeRequest
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
-from flwr.proto.node_pb2 import Node
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PullAppMessagesRequest,
@@ -22,10 +19,7 @@ from flwr.proto.runtime_pb2 import (
     PushTaskOutputRequest,
     SendTaskHeartbeatRequest,
 )
-from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE, TaskType
 from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.date import now
-from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable import inflatable_utils
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
@@ -42,64 +36,49 @@ from flwr.supercore.inflatable.inflatable_utils import (
     push_objects,
 )
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
-from flwr.supercore.protobuf.client import ProtobufClient, ProtobufClientInterceptor
-from flwr.supercore.retry import RetryInvoker, RetryState, exponential
+from flwr.supercore.retry import RetryInvoker
 from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
 
 __all__ = [
-    "SYSTEM_MESSAGE_TYPE",
     "AcquireTaskRequest",
     "ConfirmMessageReceivedRequest",
     "ControlHttpClient",
-    "ErrorCode",
-    "Fab",
     "HttpGrid",
     "ListNodesRequest",
-    "Node",
     "ObjectPullError",
     "ObjectPushError",
-    "ObjectTree",
     "ObjectUnavailableError",
     "PullAppMessagesRequest",
     "PullTaskInputRequest",
     "PushTaskOutputRequest",
     "RegisterNodeRequest",
     "RetryInvoker",
-    "RetryState",
     "RunNotRunningException",
     "RuntimeHttpClient",
     "RuntimeTokenHttpInterceptor",
     "RuntimeVersionHttpInterceptor",
     "SendTaskHeartbeatRequest",
     "StartRunRequest",
-    "SubStatus",
     "TaskIdentity",
-    "TaskType",
     "UnregisterNodeRequest",
     "build_fab_from_files",
-    "exponential",
-    "fab_to_proto",
     "fetch_objects",
     "get_all_nested_objects",
     "get_object_tree",
     "inflate_object_from_contents",
     "iterate_object_tree",
-    "make_message",
     "make_pull_object_fn_protobuf",
     "no_object_id_recompute",
-    "now",
     "push_objects",
     "run_from_proto",
     "through_socket",
-    "use_large_objects",
 ]
 
 FIRST, LONGEST = 0.05, 0.5  # seconds before an object that has not arrived is requested again, doubled up to this
-CHUNK = 16 << 20  # bytes of one object
-Client = TypeVar("Client", bound=ProtobufClient)
+Client = TypeVar("Client")
 
 
 def fetch_objects(names: list[str], fetch: Callable[[str], bytes]) -> dict[str, bytes]:
@@ -109,17 +88,8 @@ def fetch_objects(names: list[str], fetch: Callable[[str], bytes]) -> dict[str, 
     return inflatable_utils.pull_objects(names, fetch, **waits)  # type: ignore[arg-type]
 
 
-def use_large_objects() -> None:
-    """Messages of this process consist of objects of up to 16 MiB: each is a request with several transactions."""
-    array.FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE = CHUNK
-
-
 def through_socket(
-    kind: type[Client],
-    path: Path,
-    root: bytes | None,
-    interceptors: Sequence[ProtobufClientInterceptor],
-    retry: RetryInvoker | None = None,
+    kind: Callable[..., Client], path: Path, root: bytes | None, interceptors: Sequence[Any], retry: Any = None
 ) -> Client:
     """A client of one of the SuperLink's interfaces over a unix socket. root: the certificate of its authority, None
     without TLS."""
@@ -127,7 +97,7 @@ def through_socket(
     if root is not None:
         scheme = "https"
         verify.load_verify_locations(cadata=root.decode("ascii"))
-    client = kind(f"{scheme}://localhost", interceptors=interceptors, verify=verify, retry_invoker=retry)
+    client: Any = kind(f"{scheme}://localhost", interceptors=interceptors, verify=verify, retry_invoker=retry)
     plain, transport = client._client, httpx.HTTPTransport(uds=str(path), verify=verify)
     client._client = httpx.Client(transport=transport, timeout=plain.timeout, follow_redirects=True)
     plain.close()

@@ -7,14 +7,15 @@ socket, which only the user who started the SuperLink can open.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
-from flwr.app import Message
 
 from everfed.federation.flower.app import bundle
 from everfed.federation.flower.internals import (
@@ -24,23 +25,20 @@ from everfed.federation.flower.internals import (
     PullTaskInputRequest,
     PushTaskOutputRequest,
     RetryInvoker,
-    RetryState,
     RuntimeHttpClient,
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
     SendTaskHeartbeatRequest,
     StartRunRequest,
-    SubStatus,
     TaskIdentity,
-    TaskType,
-    exponential,
-    fab_to_proto,
     run_from_proto,
     through_socket,
 )
 from everfed.federation.flower.pulling import Puller
+from everfed.federation.flower.replies import Reply
 from everfed.federation.local import control_socket
 
+SERVER_APP, COMPLETED = "flwr-serverapp", "completed"  # Flower's words for the task of a server, and for its end
 HEARTBEAT = 15.0
 OUTAGE = 90.0  # seconds without the SuperLink after which a new run is submitted to it
 
@@ -70,7 +68,7 @@ class HeldGrid(HttpGrid):
         super().__init__(str(address), address.root is None, address.root, token=token)
         self._address = address
         self._retry_invoker = RetryInvoker(
-            lambda: exponential(max_delay=5),
+            lambda: (most for most in itertools.repeat(2.0)),
             httpx.TransportError,
             max_tries=None,
             max_time=OUTAGE,
@@ -88,7 +86,7 @@ class HeldGrid(HttpGrid):
         address, retry = self._address, self._retry_invoker
         self._client = through_socket(RuntimeHttpClient, address.control, address.root, (version, token), retry)
 
-    def _missed(self, state: RetryState) -> None:
+    def _missed(self, state: object) -> None:
         self.outages += 1
 
     def begin(self) -> None:
@@ -99,20 +97,20 @@ class HeldGrid(HttpGrid):
         self.set_run(run_from_proto(taken.run))
         self._heartbeats.start()
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Replies within the limit; errors in place of larger ones and of malformed ones."""
+    def pull(self, tickets: list[str]) -> list[tuple[str, Reply]]:
+        """Replies within the limit; failures in place of larger ones and of malformed ones."""
         if self._puller is None:
             self._puller = Puller(self._runtime_client, self.node, self.run.run_id)
-        return self._puller.pull(list(message_ids), self.limit)
+        return self._puller.pull(tickets, self.limit)
 
     def wait(self, seconds: float) -> None:
         """Until a reply that was announced is complete, or for so long."""
         self._puller.wait(seconds) if self._puller is not None else time.sleep(seconds)
 
-    def forget(self, message_ids: Iterable[str]) -> None:
+    def forget(self, tickets: Iterable[str]) -> None:
         """Stop pulling the replies to these messages."""
         if self._puller is not None:
-            self._puller.forget(message_ids)
+            self._puller.forget(tickets)
 
     def _send_heartbeats(self) -> None:
         """The SuperLink ends a task after a minute without a heartbeat."""
@@ -129,7 +127,7 @@ class HeldGrid(HttpGrid):
             self._puller.close()
         self._retry_invoker.max_tries = 1
         with contextlib.suppress(httpx.HTTPError):  # else it ends by itself, for lack of heartbeats
-            self._runtime_client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.COMPLETED, details=""))
+            self._runtime_client.PushTaskOutput(PushTaskOutputRequest(sub_status=COMPLETED, details=""))
         super().close()
 
 
@@ -139,7 +137,7 @@ def open_grid(address: Address) -> HeldGrid:
     version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
     with through_socket(RuntimeHttpClient, address.control, address.root, [version]) as client:
         while True:
-            taken = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
+            taken = client.AcquireTask(AcquireTaskRequest(supported_task_types=[SERVER_APP]))
             if not taken.token:
                 time.sleep(0.1)
                 continue
@@ -157,5 +155,6 @@ def open_control(address: Address) -> ControlHttpClient:
 
 
 def _submit(address: Address) -> int:
+    fab: Any = vars(bundle())
     with open_control(address) as client:
-        return int(client.StartRun(StartRunRequest(fab=fab_to_proto(bundle()))).run_id)
+        return int(client.StartRun(StartRunRequest(fab=fab)).run_id)

@@ -1,42 +1,32 @@
-"""Pulls the replies of untrusted clients from a SuperLink.
+"""Pulls the replies of untrusted clients from a SuperLink, within a limit of bytes.
 
-Flower's own pull has no size limit, and raises for bytes that are no message, which would end the run and lose the
-other replies. Here a reply has a limit, and one that cannot be read is an error of that client alone. The message that
-it replies to is taken from the SuperLink, which has checked it, not from the reply's own bytes.
-
-A reply is announced before its objects are sent, and the objects may never come. So each reply is pulled in a thread of
-its own: one client can hold up neither the others nor the end of a phase.
+Flower's own pull has no size limit. Here one that is too large or cannot be read is an error of that client alone. The
+message that it replies to is taken from the SuperLink, which has checked it, not from the reply's own bytes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from flwr.app import Error, Message, Metadata, RecordDict
+from flwr.app import Message, RecordDict
 
 from everfed.federation.flower.internals import (
-    SYSTEM_MESSAGE_TYPE,
     ConfirmMessageReceivedRequest,
-    ErrorCode,
-    Node,
     ObjectPullError,
-    ObjectTree,
     ObjectUnavailableError,
     PullAppMessagesRequest,
     fetch_objects,
     inflate_object_from_contents,
     iterate_object_tree,
-    make_message,
     make_pull_object_fn_protobuf,
-    now,
 )
+from everfed.federation.flower.replies import UNUSABLE, Reply, ReplyThreads
+from everfed.federation.transport import Failure
 
-UNUSABLE = 1000  # an error code of ours: the reply is too large or cannot be read
-GRACE = 1.0  # seconds that `pull` waits for a reply from when it was announced: most are there by then
 STALL = 120.0  # seconds without a new object of a reply after which it is given up
 Pull = Callable[[str], bytes]
 
@@ -49,80 +39,24 @@ class Unreadable(ValueError):
     """Objects that are no message."""
 
 
-@dataclass
-class Fetch:
-    """A reply that is being pulled. dropped: nothing waits for it any more."""
-
-    started: float
-    dropped: threading.Event = field(default_factory=threading.Event)
-
-
-class Puller:
+class Puller(ReplyThreads):
     """client: of the SuperLink's Runtime API. stall: seconds without a new object after which a reply is given up."""
 
-    def __init__(self, client: Any, node: Node, run_id: int, stall: float = STALL) -> None:
+    def __init__(self, client: Any, node: Any, run_id: int, stall: float = STALL) -> None:
+        super().__init__()
         self.client, self.node, self.run_id, self.stall = client, node, run_id, stall
-        self._fetches: dict[str, Fetch] = {}  # by the message that is replied to
-        self._finished: list[Message | BaseException] = []
-        self._changed = threading.Condition()
 
-    def pull(self, tickets: list[str], limit: int) -> list[Message]:
-        """The replies that are complete, or errors in their place; the others go on being pulled. limit: bytes of a
-        reply. Raises what the connection raises."""
+    def pull(self, tickets: list[str], limit: int) -> list[tuple[str, Reply]]:
+        """The replies that are complete, or failures in their place. limit: bytes of a reply."""
         found = self.client.PullMessages(PullAppMessagesRequest(message_ids=tickets))
         for proto, tree in zip(found.messages_list, found.message_object_trees, strict=True):
-            self._start(proto.metadata.message_id, proto.metadata.reply_to_message_id, tree, limit)
-        with self._changed:
-            while (left := self._grace()) > 0:
-                self._changed.wait(left)
-            finished, self._finished = self._finished, []
-        for one in finished:
-            if isinstance(one, BaseException):
-                raise one
-        return [one for one in finished if isinstance(one, Message)]
+            ticket = proto.metadata.reply_to_message_id
+            self.start(ticket, partial(self._reply, proto.metadata.message_id, ticket, tree, limit))
+        return self.collect()
 
-    def wait(self, seconds: float) -> None:
-        """Until a reply is complete, or for so long."""
-        with self._changed:
-            if not self._finished:
-                self._changed.wait(seconds)
-
-    def forget(self, tickets: Iterable[str]) -> None:
-        """Stop pulling the replies to these."""
-        with self._changed:
-            for ticket in tickets:
-                if ticket in self._fetches:
-                    self._fetches.pop(ticket).dropped.set()
-
-    def close(self) -> None:
-        """Stop pulling. The threads of Flower's pulls would keep this process from ending."""
-        self.forget(list(self._fetches))
-
-    def _grace(self) -> float:
-        """Seconds for which the youngest unfinished reply is still waited for."""
-        newest = max((one.started for one in self._fetches.values()), default=float("-inf"))
-        return newest + GRACE - time.monotonic()
-
-    def _start(self, name: str, ticket: str, tree: ObjectTree, limit: int) -> None:
-        fetch = Fetch(time.monotonic())
-        with self._changed:
-            self._fetches[ticket] = fetch
-        threading.Thread(target=self._run, args=(fetch, name, ticket, tree, limit), name="pull", daemon=True).start()
-
-    def _run(self, fetch: Fetch, name: str, ticket: str, tree: ObjectTree, limit: int) -> None:
-        try:
-            result: Message | BaseException = self._reply(fetch, name, ticket, tree, limit)
-        except BaseException as error:  # raised by the next `pull`
-            result = error
-        with self._changed:
-            if self._fetches.get(ticket) is fetch:
-                del self._fetches[ticket]
-                self._finished.append(result)
-            self._changed.notify_all()
-
-    def _reply(self, fetch: Fetch, name: str, ticket: str, tree: ObjectTree, limit: int) -> Message:
+    def _reply(self, name: str, ticket: str, tree: Any, limit: int, dropped: threading.Event) -> Reply:
         pull_object = make_pull_object_fn_protobuf(self.client.PullObject, self.node, self.run_id)
-        fetch_one = bounded(pull_object, limit, self.stall, fetch.dropped)
+        fetch_one = bounded(pull_object, limit, self.stall, dropped)
         try:
             names = [one.object_id for one in iterate_object_tree(tree)]
             contents = fetch_objects(names, fetch_one)
@@ -131,9 +65,9 @@ class Puller:
             )
             return inflated(name, ticket, contents)
         except (TooLarge, Unreadable) as error:
-            return _error(self.run_id, self.node, ticket, UNUSABLE, str(error))
+            return Failure(f"{UNUSABLE}: {error}", own=True)
         except ObjectPullError as error:
-            return _error(self.run_id, self.node, ticket, ErrorCode.MESSAGE_UNAVAILABLE, str(error))
+            return Failure(f"the reply is not available: {error}")
 
 
 def bounded(fetch: Pull, limit: int, stall: float = STALL, dropped: threading.Event | None = None) -> Pull:
@@ -173,18 +107,3 @@ def inflated(name: str, ticket: str, contents: dict[str, bytes]) -> Message:
     message.metadata.__dict__["_message_id"] = name
     message.metadata.__dict__["_reply_to_message_id"] = ticket
     return message
-
-
-def _error(run_id: int, node: Node, ticket: str, code: int, reason: str) -> Message:
-    metadata = Metadata(
-        run_id=run_id,
-        message_id="",
-        src_node_id=node.node_id,
-        dst_node_id=node.node_id,
-        reply_to_message_id=ticket,
-        group_id="",
-        created_at=now().timestamp(),
-        ttl=0,
-        message_type=SYSTEM_MESSAGE_TYPE,
-    )
-    return make_message(metadata, error=Error(code=code, reason=reason))

@@ -11,6 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from everfed.federation.packet import Packet, PacketError
 
 HEADER, SMALL, LARGE = "header", "small", "large"
+APP_RAISED, FOREIGN_APP = 2, 7  # Flower's numbers of a client's errors
 STYPE = "everfed.bytes"
 LIMIT = 1 << 18  # bytes up to which a piece is small
 

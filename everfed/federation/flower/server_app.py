@@ -14,6 +14,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the recipe; an existing run folder is resumed."""
     from everfed import api
+    from everfed.federation.flower.replies import OneByOne
     from everfed.federation.serving import Serving, serve
     from everfed.recipe import read
 
@@ -22,4 +23,4 @@ def main(grid: Grid, context: Context) -> None:
     folder = Path(str(config["out"])) if config.get("out") else api.default_folder(recipe)
     data_dir = str(config["data-dir"]) or None
     every = float(config["checkpoint-every"])
-    serve(Serving(recipe, folder, data_dir, float(config["scale"]), checkpoint_every=every), lambda: grid)
+    serve(Serving(recipe, folder, data_dir, float(config["scale"]), checkpoint_every=every), lambda: OneByOne(grid))

@@ -1,12 +1,11 @@
-"""A SuperLink whose interfaces for runs and tasks are closed to other users of the machine.
+"""Flower's own `flower-superlink` behind everfed's gate.
 
-Flower serves all of its interfaces on one port, and anyone who can connect to it may start, list and stop runs. Here
-the port answers the calls of SuperNodes only; the rest is served on a unix socket that only the owner can open.
+The command is run in this process as it is installed, and the server that it starts with `uvicorn.run` is started here:
+on the port, for the calls of SuperNodes, and on a unix socket for its owner. The port is taken before the command
+begins, so a Flower that would open it in another way ends with an error instead of serving everything to everybody.
 
-Messages are stored in SQLite as objects of megabytes until they are fetched. With pages of 64 KiB (4 by default), and
-with its log written back every 32 MiB (4 by default), storing and removing them takes less CPU time and waits for the
-disk less often. Durability is unchanged (write-ahead log, synchronous = NORMAL). An existing database keeps its page
-size.
+Messages are stored in SQLite as objects of megabytes until they are fetched. With pages of 64 KiB (4 by default)
+storing and removing them takes less CPU time and waits for the disk less often. An existing database keeps its pages.
 
     python -m everfed.federation.flower.superlink --host HOST --port PORT --database FILE --insecure
 """
@@ -14,122 +13,76 @@ size.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import socket
 import sqlite3
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+import sys
+from collections.abc import Sequence
 from contextlib import closing, suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from everfed.federation.certificates import CLIENTS
+from everfed.federation.flower.gate import Gate
 from everfed.federation.local import control_socket, listen
 from everfed.federation.logs import log_to_stderr
-from everfed.federation.proxy import FLEET
 
-PAGE, LOG = 65536, 32 << 20  # bytes of a page; bytes of the write-ahead log at which it is written back and truncated
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-_LOG = logging.getLogger("everfed.superlink")
-
-
-class Gate:
-    """The SuperLink's interfaces: everything on the unix socket `owner`, the calls of SuperNodes elsewhere."""
-
-    def __init__(self, app: App, owner: Path) -> None:
-        self.app, self.owner = app, str(owner)
-        self.open = {f"/v1/fleet/{call}" for call in FLEET}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._may(scope):
-            await self.app(scope, receive, send)
-            return
-        if scope["type"] == "http":
-            _LOG.warning("refused %s %s: it is only for the owner of this SuperLink", scope["method"], scope["path"])
-            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
-            await send({"type": "http.response.body", "body": b"only for the owner of this SuperLink\n"})
-
-    def _may(self, scope: Scope) -> bool:
-        if scope["type"] != "http":
-            return False
-        owner = tuple(scope.get("server") or ()) == (self.owner, None)
-        return owner or (scope["method"] == "POST" and scope["path"] in self.open)
+COMMAND = "flower-superlink"
+PAGE = 65536  # bytes of a page of the database
+ELSEWHERE = ("host", "port", "workers", "reload")  # options of `uvicorn.run` that do not hold for given sockets
 
 
 def serve(host: str, port: int, database: Path, security: tuple[Path, Path, Path] | None) -> None:
     """Serve until a signal ends this process. security: the files of the authority's certificate, the server's own and
     its key."""
     import uvicorn
-    from flwr.supercore.http_logging import get_uvicorn_log_config
-    from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
-    from flwr.superlink.main import create_app
 
-    configure_database()
+    create(database)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     outside = socket.create_server((host, port), family=family)  # before the socket of a running one is replaced
     owner = control_socket(port)
-    app = create_app(_settings(host, port, database, security), SuperLinkLifespan)
-    _, certificate, key = security or (None, None, None)
-    config = uvicorn.Config(
-        Gate(app, owner),
-        log_config=get_uvicorn_log_config(logging.INFO),
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
-    )
-    with outside, listen(owner) as inside:
-        try:
-            uvicorn.Server(config).run(sockets=[outside, inside])
-        finally:
-            owner.unlink(missing_ok=True)
-            write_back(database)
+    clients = security[0].parent / CLIENTS if security else None
+
+    def run(app: Any, **options: Any) -> None:
+        kept = {name: value for name, value in options.items() if name not in ELSEWHERE}
+        with listen(owner) as inside:
+            uvicorn.Server(uvicorn.Config(Gate(app, owner, clients), **kept)).run(sockets=[outside, inside])
+
+    words = [COMMAND, "--host", host, "--port", str(port), "--database", str(database), "--isolation", "process"]
+    words += ["--disable-runtime-dependency-installation", *_security(security)]
+    [command] = entry_points(group="console_scripts", name=COMMAND)
+    for name in [name for name in os.environ if name.startswith("FLWR_INTERNAL")]:
+        del os.environ[name]  # they open ports beside this one
+    uvicorn.run, sys.argv = run, words
+    try:
+        with outside:
+            command.load()()
+    finally:
+        owner.unlink(missing_ok=True)
+        write_back(database)
 
 
-def configure_database() -> None:
-    """Databases that this process opens have large pages, and a log that is written back and truncated."""
-    from flwr.supercore import sql_mixin
+def _security(files: tuple[Path, Path, Path] | None) -> list[str]:
+    if files is None:
+        return ["--insecure"]
+    ca, certificate, key = (str(path) for path in files)
+    words = ["--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key]
+    return [*words, "--enable-supernode-auth"]
 
-    layout = (("page_size", str(PAGE)),)  # before anything is written
-    log = (("wal_autocheckpoint", str(LOG // PAGE)), ("journal_size_limit", str(LOG)))
-    sql_mixin.SQLITE_PRAGMAS = (*layout, *sql_mixin.SQLITE_PRAGMAS, *log)  # type: ignore[assignment]
+
+def create(database: Path) -> None:
+    """Make the file of a new database, with large pages."""
+    if not database.exists():
+        with closing(sqlite3.connect(database)) as connection:
+            connection.execute(f"PRAGMA page_size = {PAGE}")
+            connection.execute("VACUUM")  # writes the first page
 
 
 def write_back(database: Path) -> None:
     """Move the write-ahead log into the database."""
     with suppress(sqlite3.Error), closing(sqlite3.connect(database, timeout=5.0)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-
-def _settings(host: str, port: int, database: Path, security: tuple[Path, Path, Path] | None) -> Any:
-    """Flower's settings of a SuperLink that runs no app itself."""
-    from flwr.superlink.config_loader import SuperLinkLifespanConfig, load_control_authn_plugin
-
-    ca, certificate, key = (str(path) for path in security) if security else (None, None, None)
-    return SuperLinkLifespanConfig(
-        control_address="",
-        health_server_address=None,
-        host=host,
-        port=port,
-        insecure=security is None,
-        certificates=tuple(path.read_bytes() for path in security) if security else None,  # type: ignore[arg-type]
-        superexec_auth_secret=None,
-        authn_plugin=load_control_authn_plugin(),
-        event_log_plugin=None,
-        fleet_event_log_plugin=None,
-        enable_event_log=False,
-        artifact_provider=None,
-        enable_supernode_auth=security is not None,
-        fleet_api_type="grpc-rere",
-        fleet_api_address=None,
-        simulation=False,
-        ssl_ca_certfile=ca,
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
-        database=str(database),
-        isolation="process",
-        runtime_dependency_install=False,
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

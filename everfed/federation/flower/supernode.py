@@ -27,9 +27,7 @@ from flwr.app import Error, Message
 
 from everfed.federation.flower.app import bundle
 from everfed.federation.flower.internals import (
-    ErrorCode,
     ObjectPullError,
-    ObjectTree,
     RunNotRunningException,
     fetch_objects,
     get_all_nested_objects,
@@ -37,10 +35,9 @@ from everfed.federation.flower.internals import (
     iterate_object_tree,
     no_object_id_recompute,
     push_objects,
-    use_large_objects,
 )
 from everfed.federation.flower.pulling import TooLarge, Unreadable, bounded, inflated
-from everfed.federation.flower.records import from_records, to_records
+from everfed.federation.flower.records import APP_RAISED, FOREIGN_APP, from_records, to_records
 from everfed.federation.local import call_worker
 from everfed.federation.logs import log_to_stderr
 from everfed.federation.packet import FRAME_LIMIT, Packet
@@ -53,8 +50,8 @@ _LOG = logging.getLogger("everfed.supernode")
 class Link:
     """A SuperNode's calls to the SuperLink."""
 
-    receive: Callable[[], tuple[Message, ObjectTree] | None]
-    send: Callable[[Message, ObjectTree, float], tuple[set[str], str]]
+    receive: Callable[[], tuple[Message, Any] | None]
+    send: Callable[[Message, Any, float], tuple[set[str], str]]
     get_run: Callable[[int], Any]
     pull_object: Callable[[int, str], bytes]
     push_object: Callable[[int, str, str, bytes], None]
@@ -84,26 +81,26 @@ class SuperNode:
             _LOG.warning("a message could not be transferred: %s", error)
         return True
 
-    def _answer(self, message: Message, tree: ObjectTree) -> Message:
+    def _answer(self, message: Message, tree: Any) -> Message:
         run = message.metadata.run_id
         if self._app(run) != bundle().hash_str:
             reason = f"run {run} was submitted with an app that is not everfed's (hash {self._app(run)[:16]})"
             _LOG.warning("refused: %s", reason)
-            return Message(Error(int(ErrorCode.INVALID_FAB), reason), reply_to=message)
+            return Message(Error(FOREIGN_APP, reason), reply_to=message)
         try:
             packet = from_records(self._content(message, tree))
             return Message(to_records(self.ask(packet)), reply_to=message)
         except (TooLarge, Unreadable, ValueError, OSError, EOFError) as error:
             _LOG.warning("a message failed: %s: %s", type(error).__name__, error)
             reason = f"{type(error).__name__}: {error}"
-            return Message(Error(int(ErrorCode.CLIENT_APP_RAISED_EXCEPTION), reason), reply_to=message)
+            return Message(Error(APP_RAISED, reason), reply_to=message)
 
     def _app(self, run: int) -> str:
         if run not in self._apps:
             self._apps = {run: str(self.link.get_run(run).fab_hash)}  # one at a time is enough
         return self._apps[run]
 
-    def _content(self, message: Message, tree: ObjectTree) -> Any:
+    def _content(self, message: Message, tree: Any) -> Any:
         run, name = message.metadata.run_id, message.metadata.message_id
         fetch = bounded(functools.partial(self.link.pull_object, run), self.limit)
         contents = fetch_objects([one.object_id for one in iterate_object_tree(tree)], fetch)
@@ -149,7 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("give --root-certificates or --insecure")
     os.umask(0o077)
     log_to_stderr()
-    use_large_objects()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # the node is deactivated on the way out
     with connected(chosen.superlink, chosen.root_certificates, chosen.key) as link:
         _LOG.info("connected to %s", chosen.superlink)
