@@ -32,7 +32,7 @@ from everfed.core.phase import TRAIN, Phase
 from everfed.core.random import key
 from everfed.core.server import Runner
 from everfed.engines.eager import Eager
-from everfed.federation.checking import check_reply, expected_reply
+from everfed.federation.checking import check_reply, expected_reply, uploaded_tensors
 from everfed.federation.cross_checks import SampleClaims, find_outliers
 from everfed.federation.engine import OUTLIER
 from everfed.recipe import read
@@ -136,7 +136,8 @@ class Lying(Eager):
     def _checked(self, replies: dict[int, Any], model: dict[str, Tensor], phase: Phase, place: Place) -> dict[int, Any]:
         expected = expected_reply(self.setup, phase, place, model)
         kept = {c: reply for c, reply in replies.items() if check_reply(reply, expected) is None}
-        outliers = find_outliers(self.setup, place, model, kept, OUTLIER)
+        unmoved = uploaded_tensors(self.setup, place, model)
+        outliers = find_outliers(expected, unmoved, kept, OUTLIER)
         claims = {c: reply.samples for c, reply in kept.items() if c not in outliers}
         capped = SampleClaims(self.setup).capped(phase, place, claims)
         kept = {c: replace(reply, samples=capped.get(c, reply.samples)) for c, reply in kept.items()}

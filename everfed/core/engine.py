@@ -92,6 +92,10 @@ class Engine(ABC):
     def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
         """(tasks, 4) counts of the shared model, as `score_tasks`."""
 
+    def refusal(self, model: Model) -> str:
+        """Why a new shared model is not adopted; "" where it is."""
+        return ""
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Facts for the result's environment: device, precision, workers, peak memory."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ from everfed.core.part import (
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Reducer, When
 from everfed.core.stream import Stream
 from everfed.errors import CompositionError
+
+if TYPE_CHECKING:
+    from everfed.core.context import Facts
 
 _ONE_OWNER = ("objective", "forward")
 SGD = Optimizer()
@@ -124,6 +127,11 @@ class Method:
         if phase.name == TRAIN:
             return {part.name: dict(part.reducers()) for part in self.parts}
         return {phase.owner: dict(phase.reduce)}
+
+    def declared_numbers(self, phase: Phase, facts: Facts) -> int:
+        """How many numbers the values of a reply declare to have."""
+        reducers = [reducer for keys in self.reducers(phase).values() for reducer in keys.values()]
+        return sum(reducer.numbers(facts) for reducer in reducers if reducer.numbers)
 
     def reveals(self) -> dict[str, list[str]]:
         """Phases whose replies the server sees one by one, with the parts that ask for it (no secure aggregation)."""

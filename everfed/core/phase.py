@@ -23,7 +23,10 @@ from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
 
 if TYPE_CHECKING:
+    from everfed.core.context import Facts
     from everfed.core.handle import Client, Server
+
+    Numbers = Callable[[Facts], int] | None
 
 TRAIN = "train"
 EVALUATE = "evaluate"
@@ -157,9 +160,11 @@ class Shared(Reducing):
 
 
 class Reducer(ABC):
-    """A way to reduce; `secure` says whether the server may learn nothing but the result (secure aggregation)."""
+    """A way to reduce; `secure` says whether the server may learn nothing but the result (secure aggregation).
+    numbers: how many a client's value has, declared where they may be more than 64 models."""
 
     secure: bool = False
+    numbers: Numbers = None
 
     @abstractmethod
     def start(self) -> Reducing: ...
@@ -199,6 +204,7 @@ class Mean(Reducer):
     """Mean over the clients that replied; `weighted` weighs them by their number of samples."""
 
     weighted: bool = False
+    numbers: Numbers = field(default=None, compare=False, repr=False)
     secure = True
 
     def start(self) -> Reducing:
@@ -209,6 +215,7 @@ class Mean(Reducer):
 class Sum(Reducer):
     """Sum over the clients that replied."""
 
+    numbers: Numbers = field(default=None, compare=False, repr=False)
     secure = True
 
     def start(self) -> Reducing:
@@ -236,6 +243,8 @@ class Collected(Shared):
 @dataclass(frozen=True)
 class Collect(Reducer):
     """Every reply by itself, {client: value}. The server sees each client's value."""
+
+    numbers: Numbers = field(default=None, compare=False, repr=False)
 
     def start(self) -> Reducing:
         return Collected()

@@ -165,7 +165,7 @@ class Runner:
     def _train(self, phase: Phase, place: Place) -> None:
         """Local training on the clients; where it ends with a synchronisation, the new shared model."""
         reduced = self._collect(phase, place)
-        context, before = self.setup.server(TRAIN, place), self.state.model
+        context, before, states = self.setup.server(TRAIN, place), self.state.model, self.state.server
         if not context.synchronises:
             return
         model = self._aggregate(reduced[self.setup.method.aggregator.name], context)
@@ -176,7 +176,10 @@ class Runner:
             self.state.server = server.states
             model = model if server.model is model else self._only_trained(server.model, context)
             self._report(place, TRAIN, part.name, server.reports)
-        self._set_model(model)
+        if self._refused(model, phase, place):
+            self.state.server = states
+        else:
+            self._set_model(model)
 
     def _on_server(self, phase: Phase, place: Place) -> bool:
         """The server's own work; it is reported when it is done."""
@@ -235,6 +238,14 @@ class Runner:
         spans = pieces.moving(chooser(self.setup, self.state.server, context))
         return {**model, "params": pasted(self.state.model["params"], spans, cut(model["params"], spans))}
 
+    def _refused(self, model: Model, phase: Phase, place: Place) -> bool:
+        """Does the engine refuse the new model? The run then goes on with the one that it has."""
+        problem = self.engine.refusal(model)
+        if problem:
+            text = f"the new model of phase {phase.name!r} in round {place.round} is not adopted: {problem}"
+            self.reporter.notify({"event": "warning", "message": text})
+        return bool(problem)
+
     def _set_model(self, model: Model) -> None:
         """A new model; its pieces that differ from the old one's have new versions."""
         old = self.state.model
@@ -245,6 +256,8 @@ class Runner:
 
     def _update(self, phase: Phase, place: Place, result: Tree) -> bool:
         """Take over what a part's phase made; True when the phase is finished."""
+        if result["model"] is not None and self._refused(result["model"], phase, place):
+            result = {**result, "state": None, "model": None}
         if result["state"] is not None:
             self.state.server = with_state(self.state.server, phase.owner, result["state"])
         if result["model"] is not None:

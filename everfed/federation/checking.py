@@ -20,7 +20,7 @@ from everfed.core import tree
 from everfed.core.client import Reply
 from everfed.core.context import Place, Setup
 from everfed.core.handle import Client
-from everfed.core.message import MODEL, Model, Values
+from everfed.core.message import MODEL, Model
 from everfed.core.phase import EVALUATE, TRAIN, Collect, Phase, When
 from everfed.core.tree import Tree
 
@@ -61,10 +61,12 @@ class Spec:
 
 @dataclass(frozen=True)
 class Limits:
-    """bytes: of all tensors of a reply. magnitude: of any number in it. samples, steps: of one local training."""
+    """bytes: of all tensors of a reply. magnitude: of any number in it; total: of one of 64 bits in a sum, as far
+    as sums are exact. samples, steps: of one local training."""
 
     bytes: int = 1 << 30
     magnitude: float = 1e8
+    total: float = 2.0**53
     samples: int = 10**9
     steps: int = 10**9
 
@@ -85,8 +87,7 @@ class Expected:
 
 def expected_reply(setup: Setup, phase: Phase, place: Place, model: Model) -> Expected:
     """What clients may reply in `phase`. The shapes of the trained model come from a call of the aggregating part's
-    `upload` on the server's model; other values that are added up must have the form that most clients send.
-    A reply may be as large as 64 models (a collected pool of tasks, say)."""
+    `upload` on the server's model; other values that are added up must have the form that most clients send."""
     reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else setup.method.reducers(phase)
     silent = phase.name == TRAIN and not setup.server(TRAIN, place).synchronises
     training = phase.name == TRAIN and not silent
@@ -95,26 +96,24 @@ def expected_reply(setup: Setup, phase: Phase, place: Place, model: Model) -> Ex
     added = {part.name: part.adds for part in setup.method.protections if part.adds and outer}
     return Expected(
         {**({} if silent else {part: frozenset(keys) for part, keys in reducers.items()}), **added},
-        _tensors(setup.method.aggregator.name, uploaded(setup, place, model)) if training else {},
+        {path: Spec.of(value) for path, value in uploaded_tensors(setup, place, model).items()} if training else {},
         frozenset(added_up),
-        Limits(bytes=largest_reply(model)),
+        Limits(bytes=largest_reply(setup, phase, model)),
     )
 
 
-def _tensors(part: str, values: Values) -> dict[str, Spec]:
-    return {f"{part}/{key}": Spec.of(value) for key, value in values.items() if isinstance(value, Tensor)}
+def largest_reply(setup: Setup, phase: Phase, model: Model) -> int:
+    """Bytes of 64 models, since a phase may collect a pool of them, and of what the values declare beyond."""
+    declared = setup.method.declared_numbers(phase, setup.facts)
+    return 64 * tree.tensor_bytes({MODEL: dict(model)}) + (1 << 20) + 8 * declared
 
 
-def largest_reply(model: Model) -> int:
-    """Bytes of 64 models, since a phase may collect a pool of them."""
-    return 64 * tree.tensor_bytes({MODEL: dict(model)}) + (1 << 20)
-
-
-def uploaded(setup: Setup, place: Place, model: Model) -> Values:
-    """What a client would send that left the model as it was."""
+def uploaded_tensors(setup: Setup, place: Place, model: Model) -> dict[str, Tensor]:
+    """{"part/key": tensor} of what a client would send that left the model as it was."""
     aggregator, context = setup.method.aggregator, setup.server(TRAIN, place)
     client = Client(aggregator.name, {}, context, {MODEL: dict(model)}, model, setup.facts.blank, read_only=True)
-    return aggregator.upload(client)
+    sent = aggregator.upload(client)
+    return {f"{aggregator.name}/{key}": value for key, value in sent.items() if isinstance(value, Tensor)}
 
 
 def check_reply(reply: Any, expected: Expected) -> Refusal | None:
@@ -125,7 +124,7 @@ def check_reply(reply: Any, expected: Expected) -> Refusal | None:
     return (
         _check_count("samples", reply.samples, limits.samples)
         or _check_count("steps", reply.steps, limits.steps)
-        or _check_loss(reply.loss)
+        or _check_loss(reply.loss, limits.magnitude * max(1, reply.steps))
         or _check_declared(reply.values, expected)
         or _check_bytes(reply.values, limits)
         or _check_leaves(reply.values, expected)
@@ -142,14 +141,17 @@ def _check_count(name: str, value: Any, limit: int) -> Refusal | None:
     return Refusal(Reason.TOO_LARGE, f"{_shown(value)} {name}, at most {limit}") if value > limit else None
 
 
-def _check_loss(loss: Any) -> Refusal | None:
+def _check_loss(loss: Any, limit: float) -> Refusal | None:
     if loss is None:
         return None
     if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
         loss = float(loss)
     if isinstance(loss, bool) or not isinstance(loss, int | float):
         return Refusal(Reason.MALFORMED, f"loss must be a number, not {type(loss).__name__}")
-    return None if math.isfinite(loss) else Refusal(Reason.NOT_FINITE, f"loss is {loss}")
+    largest = _largest(loss)
+    if largest is None or not math.isfinite(largest):
+        return Refusal(Reason.NOT_FINITE, f"loss is {_shown(loss)}")
+    return Refusal(Reason.TOO_LARGE, f"a loss of {loss:g}, at most {limit:g}") if largest > limit else None
 
 
 def _check_declared(values: dict[str, Any], expected: Expected) -> Refusal | None:
@@ -177,7 +179,7 @@ def _check_leaves(values: dict[str, Tree], expected: Expected) -> Refusal | None
             refusal = Refusal(Reason.MALFORMED, f"{path} is added up, so it must be a tensor or a number")
         else:
             refusal = None
-        refusal = refusal or _check_numbers(path, value, expected)
+        refusal = refusal or check_numbers(path, value, expected.limits, path in expected.alike)
         if refusal:
             return refusal
     return None
@@ -197,19 +199,21 @@ def _check_form(path: str, value: Any, spec: Spec) -> Refusal | None:
     return None
 
 
-def _check_numbers(path: str, value: Any, expected: Expected) -> Refusal | None:
+def check_numbers(path: str, value: Any, limits: Limits, added_up: bool = True) -> Refusal | None:
     """Every number below `path` must be finite and within the limits. Integers that are not added up may have any
     value: keys, masked vectors."""
-    limits = expected.limits
     for name, leaf in tree.leaves({path: value}):
         largest = _largest(leaf)
         if largest is None:
             return Refusal(Reason.WRONG_DTYPE, f"{name} is {getattr(leaf, 'dtype', type(leaf).__name__)}")
         if not math.isfinite(largest):
             return Refusal(Reason.NOT_FINITE, f"{name} holds {largest}")
-        counts = isinstance(leaf, Tensor) and not leaf.is_floating_point() and path not in expected.alike
-        if largest > limits.magnitude and not counts:
-            return Refusal(Reason.TOO_LARGE, f"{name} holds {largest:.3g}, at most {limits.magnitude:g}")
+        if not added_up and isinstance(leaf, Tensor) and not leaf.is_floating_point():
+            continue
+        exact = added_up and isinstance(leaf, Tensor) and leaf.dtype in (torch.int64, torch.float64)
+        most = limits.total if exact else limits.magnitude
+        if largest > most:
+            return Refusal(Reason.TOO_LARGE, f"{name} holds {largest:.3g}, at most {most:g}")
     return None
 
 

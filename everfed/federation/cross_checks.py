@@ -1,4 +1,4 @@
-"""Compares the replies of a phase with each other: their form, how far models moved, how many samples are claimed.
+"""Compares the replies of a phase with each other: their form, how long their values are, how many samples are claimed.
 
 Each bound follows what most clients send, which a minority cannot move.
 """
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.context import Place, Setup
-from everfed.core.message import Model
 from everfed.core.part import overrides
 from everfed.core.phase import Mean, Phase
-from everfed.federation.checking import Expected, Reason, Refusal, uploaded
+from everfed.federation.checking import Expected, Reason, Refusal
 
 FEWEST = 3  # replies below which there is no majority to compare with
 
@@ -52,28 +51,32 @@ def _form(value: Any, exact: bool) -> str:
 
 
 def find_outliers(
-    setup: Setup, place: Place, model: Model, replies: Mapping[int, Reply], factor: float
+    expected: Expected, unmoved: Mapping[str, Tensor], replies: Mapping[int, Reply], factor: float
 ) -> dict[int, Refusal]:
-    """The clients whose trained models are too far from the model that they were sent: more than `factor` times the
-    median of all replies, which a minority cannot move beyond what honest clients send."""
-    part = setup.method.aggregator
-    unmoved = uploaded(setup, place, model)
+    """The clients with a value that is added up and is too long: more than `factor` times the median of all replies,
+    which a minority cannot move beyond what honest clients send; or than `factor`, where most send zeros. unmoved: of
+    the values that are models, by path, the one that was sent; the others are compared with zero."""
     refused: dict[int, Refusal] = {}
-    for key, base in unmoved.items():
-        if not isinstance(base, Tensor) or not base.is_floating_point():
+    for path in sorted(expected.alike):
+        part, key = path.split("/", 1)
+        sent = {client: reply.values.get(part, {}).get(key) for client, reply in replies.items()}
+        lengths = {client: _length(value, unmoved.get(path)) for client, value in sent.items() if value is not None}
+        if len(lengths) < FEWEST:
             continue
-        sent = {client: reply.values.get(part.name, {}).get(key) for client, reply in replies.items()}
-        norms = {client: _distance(value, base) for client, value in sent.items() if value is not None}
-        middle = median(norms.values()) if len(norms) >= FEWEST else 0.0
-        for client, norm in norms.items():
-            if 0.0 < factor * middle < norm:
-                detail = f"{part.name}/{key} moved by {norm:.3g}, that of the median client by {middle:.3g}"
-                refused.setdefault(client, Refusal(Reason.OUTLIER, f"{detail}; at most {factor:g} times that"))
+        middle = median(lengths.values())
+        for client, length in lengths.items():
+            if length > factor * (middle or 1.0):
+                what = f"{path} moved by {length:.3g}" if path in unmoved else f"{path} is {length:.3g} long"
+                detail = f"{what}, that of the median client {middle:.3g}; at most {factor:g} times that"
+                refused.setdefault(client, Refusal(Reason.OUTLIER, detail))
     return refused
 
 
-def _distance(value: Tensor, base: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value - base.to(value.device), dtype=torch.float64))
+def _length(value: Any, base: Tensor | None) -> float:
+    """Of a tensor or a number: the distance from `base`, or from zero."""
+    found = torch.as_tensor(value)
+    moved = found if base is None else found - base.to(found.device)
+    return float(torch.linalg.vector_norm(moved if moved.is_floating_point() else moved.double(), dtype=torch.float64))
 
 
 class SampleClaims:

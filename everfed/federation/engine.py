@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,17 @@ from everfed.core.context import Place, PlaceKey, Setup
 from everfed.core.engine import Absent, ClientError, PhaseCall
 from everfed.core.events import Observer
 from everfed.core.message import MODEL, Message, Model, unwrap
-from everfed.core.phase import TRAIN, Phase
+from everfed.core.phase import TRAIN, Phase, When
 from everfed.engines.eager import BuildModule, OneTrainer, new_trainer
-from everfed.federation.checking import Refusal, check_reply, expected_reply, largest_reply
+from everfed.federation.checking import (
+    Limits,
+    Refusal,
+    check_numbers,
+    check_reply,
+    expected_reply,
+    largest_reply,
+    uploaded_tensors,
+)
 from everfed.federation.codec import EncodedMessage, MessageEncoder, to_reply
 from everfed.federation.cross_checks import SampleClaims, find_other_forms, find_outliers
 from everfed.federation.packet import Packet, PacketError, digest
@@ -114,7 +122,8 @@ class Federated(OneTrainer):
             return self._replies(client, self._request(client, phases), answer)
 
         name = outgoing.phase.name
-        self.transport.limit = 2 * len(phases) * largest_reply(self._model)  # twice, for Flower's own records
+        largest = sum(largest_reply(self.setup, one.phase, self._model) for one in phases)
+        self.transport.limit = 2 * largest  # twice, for Flower's own records
         requests = PhaseRequests(name, clients, self.transport, self.options, write, read, self.notify, self._given_up)
         found = requests.run()
         self._early = {}
@@ -134,29 +143,28 @@ class Federated(OneTrainer):
         phase = outgoing.phase
         expected = expected_reply(self.setup, phase, outgoing.place, self._model)
         checked = dict(replies)
-        for client, reply in replies.items():
-            refusal = None if isinstance(reply, Absent) else check_reply(reply, expected)
-            if refusal is not None:
-                checked[client] = self._reject(client, phase, refusal)
-        usable = {client: reply for client, reply in checked.items() if isinstance(reply, Reply)}
-        for client, refusal in find_other_forms(expected, usable).items():
-            checked[client] = self._reject(client, phase, refusal)
-        return self._compared(outgoing, checked)
 
-    def _compared(self, outgoing: OutgoingPhase, replies: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:
-        """Bounds that depend on what the others sent: outliers are refused, and claims of samples are capped."""
-        phase, place = outgoing.phase, outgoing.place
-        found = {client: reply for client, reply in replies.items() if isinstance(reply, Reply)}
-        if phase.name != TRAIN:
-            return replies
-        outliers = find_outliers(self.setup, place, self._model, found, self.outlier) if self.outlier else {}
-        compared = {**replies, **{c: self._reject(c, phase, refusal) for c, refusal in outliers.items()}}
-        claims = {c: reply.samples for c, reply in found.items() if c not in outliers and reply.samples}
-        for client, samples in self.claims.capped(phase, place, claims).items():
-            compared[client] = replace(found[client], samples=samples)
+        def refuse(refusals: Mapping[int, Refusal]) -> dict[int, Reply]:
+            """Those that are left."""
+            checked.update({client: self._reject(client, phase, refusal) for client, refusal in refusals.items()})
+            return {client: reply for client, reply in checked.items() if isinstance(reply, Reply)}
+
+        single = {client: check_reply(reply, expected) for client, reply in refuse({}).items()}
+        usable = refuse({client: refusal for client, refusal in single.items() if refusal is not None})
+        usable = refuse(find_other_forms(expected, usable))
+        if self.outlier and phase.when is not When.INSIDE:
+            unmoved = uploaded_tensors(self.setup, outgoing.place, self._model) if phase.name == TRAIN else {}
+            usable = refuse(find_outliers(expected, unmoved, usable, self.outlier))
+        return {**checked, **(self._capped(outgoing, usable) if phase.name == TRAIN else {})}
+
+    def _capped(self, outgoing: OutgoingPhase, found: dict[int, Reply]) -> dict[int, Reply]:
+        """The replies that claim more samples than they count for, with that number."""
+        claims = {client: reply.samples for client, reply in found.items() if reply.samples}
+        capped = self.claims.capped(outgoing.phase, outgoing.place, claims)
+        for client, samples in capped.items():
             text = f"client {client} claims {claims[client]} samples and counts for {samples}; see federation.samples"
             self.notify({"event": "warning", "message": text})
-        return compared
+        return {client: replace(found[client], samples=samples) for client, samples in capped.items()}
 
     def _reject(self, client: int, phase: Phase, refusal: Refusal) -> Absent:
         event = {"event": "client", "client": client, "phase": phase.name, "kind": REJECTED}
@@ -201,6 +209,9 @@ class Federated(OneTrainer):
         return replies
 
     # the rest ----------------------------------------------------------------------------------------------------
+    def refusal(self, model: Model) -> str:
+        return next((str(bad) for name, value in model.items() if (bad := check_numbers(name, value, Limits()))), "")
+
     def describe(self) -> dict[str, Any]:
         return {
             "engine": self.name,

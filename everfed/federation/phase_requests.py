@@ -16,6 +16,9 @@ from everfed.federation.request import MISSING, REPLY, Answer
 from everfed.federation.transport import Failure, Transport
 
 FAILED, LATE, REJECTED, SILENT = "failed", "late", "rejected", "silent"
+ASKED = (
+    4  # how often a client may ask for pieces that it lacks: the recipe, then the rest, and once more if it restarts
+)
 
 
 @dataclass
@@ -24,7 +27,8 @@ class Pending:
 
     tickets: of its open requests (several after repeats). sent: time of the last request. due: time of the next one,
     infinity once the client is given up. unanswered: the next request repeats one that got no answer. failures: all of
-    them; own: those that the client itself caused. missing: pieces that it requested. last: its last failure.
+    them; own: those that the client itself caused. missing: pieces that it requested, in so many answers (asked). last:
+    its last failure.
     """
 
     tickets: list[str] = field(default_factory=list)
@@ -34,6 +38,7 @@ class Pending:
     failures: int = 0
     own: int = 0
     missing: tuple[str, ...] = ()
+    asked: int = 0
     last: Absent = field(default_factory=lambda: Absent(LATE, "it was not connected"))
 
 
@@ -112,11 +117,13 @@ class PhaseRequests:
             self.transport.forget(one.tickets)
             del self.pending[client]
             self.given_up.discard(client)
-        elif answer.kind == MISSING and not set(answer.missing) <= set(one.missing):
+        elif answer.kind == MISSING and one.asked < ASKED and not set(answer.missing) <= set(one.missing):
             one.missing = tuple({*one.missing, *answer.missing})  # sent with the next request, which is due at once
-            one.due, one.unanswered = 0.0, False
+            one.due, one.unanswered, one.asked = 0.0, False, one.asked + 1
+        elif answer.kind == MISSING:
+            self._failed(client, Absent(REJECTED, "it asks for what it was sent, or for more without end"))
         else:
-            self._failed(client, Absent(REJECTED if answer.kind == MISSING else FAILED, answer.reason))
+            self._failed(client, Absent(FAILED, answer.reason))
 
     def _failed(self, client: int, failure: Absent, own: bool = True) -> None:
         one = self.pending[client]

@@ -33,11 +33,6 @@ def where(phase: str, place: str, asked: str) -> str:
     return f"{phase} {place} {asked}"
 
 
-def largest_form(parameters: int) -> int:
-    """How many numbers a sum may have, for a model of so many parameters."""
-    return 64 * parameters + (1 << 20)
-
-
 @dataclass(frozen=True)
 class Members:
     """The clients of one attempt at a sum. keys: each client's two public keys; forms: of each client's reply, as it

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from everfed.core.client import Reply
+from everfed.core.context import Facts
 from everfed.core.handle import Handle
 from everfed.core.phase import EVALUATE, TRAIN, Total
 from everfed.method import (
@@ -71,7 +72,6 @@ from everfed.privacy.members import (
     as_sent,
     by_client,
     client_list,
-    largest_form,
     needed,
     set_text,
     sized,
@@ -101,12 +101,14 @@ Weighing = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> weighted b
 
 @dataclass(frozen=True)
 class SecureAggregation(Protection):
-    """weighing: what is added up, and how; `secured` fills it in."""
+    """weighing: what is added up, and how; declared: by phase, how many numbers its values declare. `secured` fills
+    both in."""
 
     threshold: float = option(2 / 3, above=0.5, at_most=1, about="share of a phase's clients that must stay to its end")
     clip: float = option(16.0, above=0, below=math.inf, about="floats are clipped to [-clip, clip]")
     bits: int = option(24, at_least=8, at_most=28, about="floats are sent in steps of 2 clip / 2^bits")
     weighing: Weighing = field(default_factory=dict)
+    declared: Mapping[str, Callable[[Facts], int]] = field(default_factory=dict, compare=False)
 
     name = NAME
     adds = frozenset({"keys", "form", "signed", "asked", "broken"})
@@ -125,6 +127,10 @@ class SecureAggregation(Protection):
     def adds_up(self, phase: Phase, side: Handle) -> bool:
         """Are there replies to protect?"""
         return bool(self.weighing.get(phase.name)) and (phase.name != TRAIN or side.synchronises)
+
+    def largest_form(self, phase: str, facts: Facts) -> int:
+        """How many numbers a sum may have: 64 models, and what the values declare beyond."""
+        return 64 * facts.layout.size + (1 << 20) + (self.declared[phase](facts) if phase in self.declared else 0)
 
     def code(self, phase: str, clients: int) -> Code:
         weighted = frozenset(path for path, weighed in self.weighing[phase].items() if weighed)
@@ -297,7 +303,7 @@ class SecureAggregation(Protection):
     def _form(self, own: Tree, members: Members, client: Client) -> Form:
         """The form of the sum, from what the members advertised."""
         try:
-            allowed, largest = frozenset(self.weighing[own["phase"]]), largest_form(client.layout.size)
+            allowed, largest = frozenset(self.weighing[own["phase"]]), self.largest_form(own["phase"], client.facts)
             return members.form(allowed, largest, self._needed(members))
         except EncodingError as error:
             raise ProtocolError(str(error)) from error
@@ -340,7 +346,8 @@ def secured(method: Method, threshold: float = 2 / 3, clip: float = 16.0, bits: 
         )
     weighing = {phase.name: _weighing(method.reducers(phase)) for phase in method.scheduled_phases()}
     weighing[EVALUATE] = {f"{EVALUATE}/counts": False}
-    part = SecureAggregation(threshold, clip, bits, weighing)
+    declared = {phase.name: partial(method.declared_numbers, phase) for phase in method.scheduled_phases()}
+    part = SecureAggregation(threshold, clip, bits, weighing, declared)
     part.check(method.parts, Optimizer())
     return Method(method.name, (*method.parts, part), method.warnings)
 

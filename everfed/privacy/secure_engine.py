@@ -138,6 +138,9 @@ class Secured(Engine):
     def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
         return self.inner.evaluate(model, spec)
 
+    def refusal(self, model: Model) -> str:
+        return self.inner.refusal(model)
+
     def describe(self) -> dict[str, Any]:
         return {**self.inner.describe(), "secure_aggregation": True}
 

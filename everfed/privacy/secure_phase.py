@@ -16,7 +16,7 @@ from everfed.core.message import Message
 from everfed.core.phase import Phase
 from everfed.core.tree import Tree
 from everfed.privacy.encoding import EncodingError, Form, Sums, common_form, form_from_text, form_to_text, sizes
-from everfed.privacy.members import FEWEST, Members, are_keys, largest_form, needed, set_text, sized, where
+from everfed.privacy.members import FEWEST, Members, are_keys, needed, set_text, sized, where
 from everfed.privacy.members import KEYS as KEYS_SIZE
 from everfed.privacy.secure import KEYS, LONGEST_SIGNED, NAME
 from everfed.privacy.secure_sum import Left, SecureSum, TooFewClients
@@ -87,8 +87,8 @@ class SecurePhase:
                 self.reject(client, "wrong shape: not the form of the others' replies")
 
     def _leave_out_large_forms(self) -> None:
-        """Clients refuse a sum with more numbers than `largest_form`; the largest form goes first."""
-        largest = largest_form(self.engine.setup.facts.layout.size)
+        """Clients refuse a sum with more numbers than that; the largest form goes first."""
+        largest = self.engine.part.largest_form(self.phase.name, self.engine.setup.facts)
         while (clients := self.clients) and _numbers(common_form(self.forms[c] for c in clients)) > largest:
             client = max(clients, key=lambda client: _numbers(self.forms[client]))
             self.reject(client, f"too large: a form of {_numbers(self.forms[client])} numbers")

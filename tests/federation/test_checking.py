@@ -15,12 +15,12 @@ from everfed.core.client import Reply
 from everfed.core.context import Place, TrainOptions
 from everfed.core.message import Model
 from everfed.core.optimizer import Optimizer
-from everfed.core.phase import EVALUATE, Phase
+from everfed.core.phase import EVALUATE, TRAIN, Phase
 from everfed.core.server import Runner
 from everfed.core.tree import TreeError, from_bytes, to_bytes
-from everfed.federation.checking import Expected, Limits, Reason, Spec, check_reply, expected_reply
-from everfed.federation.cross_checks import find_other_forms
-from everfed.federation.engine import _sent_model
+from everfed.federation.checking import Expected, Limits, Reason, Spec, check_reply, expected_reply, uploaded_tensors
+from everfed.federation.cross_checks import find_other_forms, find_outliers
+from everfed.federation.engine import OUTLIER, _sent_model
 from everfed.methods import registry as methods
 from tests.support.toy import Bench, Norm
 from tests.support.wire import Wire
@@ -159,6 +159,8 @@ class Checked(Wire):
         expected = expected_reply(self.runner.setup, phase, place, self.model)
         replies = dict(super().exchange(phase, clients, message, place))
         assert find_other_forms(expected, replies) == {}
+        unmoved = uploaded_tensors(self.runner.setup, place, self.model) if phase.name == TRAIN else {}
+        assert find_outliers(expected, unmoved, replies, OUTLIER) == {}
         for client, reply in replies.items():
             assert check_reply(reply, expected) is None
             self.seen += 1

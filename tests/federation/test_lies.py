@@ -15,6 +15,7 @@ from everfed.core.client import Reply
 from everfed.core.context import Place
 from everfed.core.method import Method, compose
 from everfed.core.tree import to_bytes
+from everfed.federation.checking import expected_reply, uploaded_tensors
 from everfed.federation.codec import reply_to_tree, to_reply
 from everfed.federation.cross_checks import SampleClaims, find_outliers
 from everfed.federation.packet import Packet
@@ -106,29 +107,33 @@ def moved(bench: Bench, lengths: list[float]) -> dict[int, Reply]:
     return {client: Reply({"fedavg": {"params": base + length * way}}) for client, length in enumerate(lengths)}
 
 
+def outliers(bench: Bench, replies: dict[int, Reply]) -> set[int]:
+    setup, place, model = bench.setup(), Place(0, bench.stream.round(0)), bench.model()
+    expected = expected_reply(setup, setup.method.train_phase(), place, model)
+    return set(find_outliers(expected, uploaded_tensors(setup, place, model), replies, 1000.0))
+
+
 @pytest.mark.parametrize(
     ("lengths", "refused"),
     [
         ([1.0, 2.0, 1999.0], set()),  # the median is 2, the bound 2000
         ([1.0, 2.0, 2001.0], {2}),
         ([1.0, 1e5, 1e5], set()),  # the liars are the majority
-        ([0.0, 0.0, 1.0], set()),  # most did not train: there is nothing to compare with
+        ([0.0, 0.0, 999.0, 1001.0, 0.0], {3}),  # most did not train
         ([1.0, 1e7], set()),  # of two, either may be the liar
         ([1.0, 1.0, 1e4, 1.0, 1e7], {2, 4}),
     ],
 )
 def test_an_outlier_is_more_than_a_thousand_medians_away(lengths: list[float], refused: set[int]) -> None:
     bench = seven()
-    setup, place = bench.setup(), Place(0, bench.stream.round(0))
-    assert set(find_outliers(setup, place, bench.model(), moved(bench, lengths), 1000.0)) == refused
+    assert outliers(bench, moved(bench, lengths)) == refused
 
 
 def test_what_is_sent_as_an_update_is_compared_with_zero() -> None:
     bench = seven(reducer="norm-clipping")
-    setup, place = bench.setup(), Place(0, bench.stream.round(0))
     base = torch.ones_like(bench.model()["params"])
     replies = {client: Reply({"fedavg": {"update": base * length}}) for client, length in enumerate((1.0, 1.0, 1e4))}
-    assert set(find_outliers(setup, place, bench.model(), replies, 1000.0)) == {2}
+    assert outliers(bench, replies) == {2}
 
 
 @dataclass(frozen=True)

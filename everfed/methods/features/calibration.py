@@ -20,7 +20,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.method import END, Client, Cohort, Collect, Layout, Mean, Phase, Reducer, Server, State, Sum, Tree, option
+from everfed.method import (
+    END,
+    Client,
+    Cohort,
+    Collect,
+    Facts,
+    Layout,
+    Mean,
+    Phase,
+    Reducer,
+    Server,
+    State,
+    Sum,
+    Tree,
+    option,
+)
 from everfed.methods.common.layers import head_entries, head_weight
 from everfed.methods.features.statistics import (
     ReplacesHead,
@@ -98,9 +113,15 @@ class CCVR(Calibration):
     name = "ccvr"
 
     def phases(self):
-        reduce: dict[str, Reducer] = {"counts": Sum(), "sums": Sum(), "squares": Sum(), "classes": Mean()}
+        squares = Sum(self._numbers)
+        reduce: dict[str, Reducer] = {"counts": Sum(), "sums": Sum(), "squares": squares, "classes": Mean()}
         who = (Cohort.BOUNDARY, END)
         return (Phase("calibrate", *who, reduce=reduce, run=self._moments, update=self._calibrate),)
+
+    def _numbers(self, facts: Facts) -> int:
+        """Of the squares."""
+        size = head_weight(facts.layout).shape[1]
+        return facts.classes * (size if self.covariance == "diagonal" else size * (size + 1) // 2)
 
     def _moments(self, client: Client):
         """Whole numbers, as in `statistics.py`: they do not depend on the partition."""

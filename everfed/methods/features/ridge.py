@@ -45,6 +45,7 @@ from everfed.method import (
     Collect,
     CompositionError,
     Data,
+    Facts,
     Layout,
     Mean,
     Phase,
@@ -149,9 +150,9 @@ class Ridge(ReplacesHead):
     # the sums --------------------------------------------------------------------------------------------------------
     def phases(self):
         """Clients whose task ends (exchange = "task"), or all that are there."""
-        own: dict[str, Reducer] = {"gram": Sum(), "products": Sum(), "counts": Sum()}
+        own: dict[str, Reducer] = {"gram": Sum(self._numbers), "products": Sum(), "counts": Sum()}
         if self.groups:
-            own = {"sums": Collect(), "counts": Collect()}
+            own = {"sums": Collect(self._numbers), "counts": Collect()}
         whole = {**own, "classes": Mean(), "clipped": Sum()}
         who = (Cohort.BOUNDARY, END) if self.exchange == "task" else (Cohort.ALL, ALWAYS)
         return (Phase("statistics", *who, reduce=whole, run=self._sums, update=self._new_head),)
@@ -160,6 +161,12 @@ class Ridge(ReplacesHead):
     def pairs(self) -> int:
         """How many pairs (G, Q) are sent: one, or one to fit and one to choose the penalty."""
         return 2 if self.penalty is None and self.classifier != "means" else 1
+
+    def _numbers(self, facts: Facts) -> int:
+        """Of all that is sent."""
+        size = self.size(facts.layout)
+        columns = facts.classes * max(1, self.groups)
+        return self.pairs * (size * columns + (0 if self.groups else size * (size + 1) // 2))
 
     def _sums(self, client: Client):
         """Sums over the samples that were not counted before, by id."""
