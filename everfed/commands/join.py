@@ -134,7 +134,9 @@ def _checked(joining: Joining) -> Joining:
         known = f"roster {roster}, fingerprint {fingerprint(roster)}; compare it with the other clients"
         typer.echo(stamped(known), err=True)
     if joining.policy is not None:
-        joining = replace(joining, budget=Policy.read(joining.policy).strictest_budget(joining.budget))
+        policy = Policy.read(joining.policy)
+        policy.check_roster(joining.roster is not None)
+        joining = replace(joining, budget=policy.strictest_budget(joining.budget))
     if joining.data is not None:
         load_object(joining.data, "--data")
     return joining

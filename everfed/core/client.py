@@ -101,6 +101,7 @@ def _run(
 ) -> tuple[State, Reply]:
     """A phase of a part."""
     assert phase.run is not None  # compose() refuses a phase without it
+    context.require_samples(0, len(data) if phase.reduce and phase.when is not When.INSIDE else 0)
     client = Client(phase.owner, state, context, message, model, data)
     values = dict(phase.run(client) or {})
     return client.states, Reply({phase.owner: values} if values else {}, len(data))

@@ -23,6 +23,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import HELD_OUT, HISTORY
 from everfed.core.phase import EVALUATE, Phase
 from everfed.core.stream import Checks, HeldOut, Hidden, RoundPlan, Stream
+from everfed.errors import Fault
 
 if TYPE_CHECKING:
     from everfed.core.trainer import Trainer
@@ -98,12 +99,30 @@ class Credentials(Protocol):
         """Why this is not the signature of the client `name`; "" if it is, or where no key is known from elsewhere."""
 
 
+class TooFewSamples(Fault):
+    """A client may not compute this from so few samples."""
+
+
+@dataclass(frozen=True)
+class Fewest:
+    """From how many samples at least a client computes anything: a step of training or a gradient, and a reply."""
+
+    step: int = 0
+    reply: int = 0
+
+    def require(self, step: int, reply: int) -> None:
+        """Raises TooFewSamples, which does not say how few; where there are none nothing is computed."""
+        for what, found, least in (("a step", step, self.step), ("a reply", reply, self.reply)):
+            if 0 < found < least:
+                raise TooFewSamples(f"{what} would be computed from fewer than {least} samples")
+
+
 @dataclass(frozen=True)
 class Attempt:
     """What a real client knows of the server that it answers. run: the run's identity; epoch: how often its server was
     started; ledger: the client's own, outside the states that a new epoch may roll back; credentials: None for a client
     without a key. recipe: its digest. asked: the digest of what every client must be asked alike in this phase: recipe,
-    scale, message, tasks."""
+    scale, message, tasks. fewest: from how many samples it computes anything."""
 
     run: str
     epoch: int
@@ -111,6 +130,7 @@ class Attempt:
     credentials: Credentials | None = None
     recipe: str = ""
     asked: str = ""
+    fewest: Fewest = Fewest()
 
 
 @dataclass(frozen=True)
@@ -153,6 +173,11 @@ class Context:
     def synchronises(self) -> bool:
         """Is the model sent to the server after this round?"""
         return (self.round + 1) % self.options.sync_every == 0
+
+    def require_samples(self, step: int, reply: int = 0) -> None:
+        """Raises TooFewSamples where this client computes nothing from so few."""
+        if self.attempt is not None:
+            self.attempt.fewest.require(step, reply)
 
     @property
     def train(self) -> Trainer:

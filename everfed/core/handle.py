@@ -224,6 +224,7 @@ class Client(Handle):
     ) -> Tensor:
         """(P,) gradient of the mean task loss on (x, y), samples in storage form, at the model; zero where the round
         trains nothing. tag: of dropout's draws, by default the phase's name."""
+        self.context.require_samples(len(x))
         at, of = self.model if model is None else model, self.phase if tag is None else tag
         return only_trained(self.trainer.gradient(self.context, at, x, y, mode=mode, tag=of), self.messages)
 

@@ -109,10 +109,12 @@ class Trainer:
         rate: the learning rate; by default those of the round, by the run's own optimiser, whatever `optimizer` says.
         """
         options = context.options
+        batch = batch_size or options.batch_size
+        context.require_samples(min(batch, len(data)), len(data))
         schedule = minibatches(
             data.ids,
             options.local_epochs if epochs is None else epochs,
-            batch_size or options.batch_size,
+            batch,
             context.rng(f"{tag}/order"),
             options.drop_last,
         )

@@ -6,11 +6,11 @@ import errno
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from everfed.core.client import Reply, new_state, sealed
-from everfed.core.context import Attempt, Credentials, Place, Setup
+from everfed.core.context import Attempt, Credentials, Fewest, Place, Setup, TooFewSamples
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.handle import Client
 from everfed.core.message import Message, State, unwrap
@@ -49,11 +49,13 @@ from everfed.store.ledger import LedgerFile
 
 @dataclass(frozen=True)
 class ClientRuntime:
-    """The setup of a recipe, and an engine over `store`, which holds the state of this client alone."""
+    """The setup of a recipe, and an engine over `store`, which holds the state of this client alone. fewest: from how
+    many samples this client computes anything."""
 
     setup: Setup
     engine: Engine
     store: ClientStore
+    fewest: Fewest = field(default_factory=Fewest)
 
 
 LEDGER = "ledger.jsonl"  # what this client has revealed, in all runs: never rolled back, never removed with a run
@@ -136,7 +138,7 @@ class RealClient:
             _LOG.warning("a request was refused: %s", error)
             return Answer(REFUSED, reason=OTHER_WEIGHTS).packet()
         except ClientError as error:
-            if not isinstance(error.__cause__, ProtocolError):
+            if not isinstance(error.__cause__, ProtocolError | TooFewSamples):
                 return self._failed()
             _LOG.warning("a request was refused: %s", error)
             return Answer(REFUSED, reason=str(error)).packet()
@@ -200,7 +202,8 @@ class RealClient:
         """(state, reply) of a step, which is charged before it is computed."""
         before, method = run.journal.before(step.place), runtime.setup.method
         asked = _asked_alike(runtime.setup, request, step)
-        attempt = Attempt(request.run, request.epoch, self._ledger, self._credentials, request.recipe, asked)
+        known = (self._ledger, self._credentials, request.recipe, asked, runtime.fewest)
+        attempt = Attempt(request.run, request.epoch, *known)
         call = _Call(runtime, request.client, step, message, before, attempt)
         charged = _computed_from(request, step, before)
         self._spending.charge(method, call.phase, request.run, step.place, charged)

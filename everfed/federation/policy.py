@@ -1,12 +1,18 @@
 """What a client agrees to, whatever the server's recipe says: the file of `everfed join --policy`.
 
-    require_secure_aggregation = true   # the server may learn sums only
-    min_noise = 1.0                     # local differential privacy with at least this noise
-    budget = 8.0                        # the most epsilon of all replies, in any run, as --budget
-    allow_collect = false               # no phase in which the server sees single clients' values
-    parts = ["fedavg", "memory", "der"] # the parts that may run, by name
+    recipes = ["0123456789abcdef..."]   # digests of the recipes that may run
+    models = ["mlp", "resnet18"]        # what model.kind may be
+    parts = ["fedavg", "memory", "der"] # the parts that may run, by name; protections always may
     phases = ["train", "evaluate"]      # the phases that may run, by name
     code = ["my_parts"]                 # modules that a recipe may name as package.module:Name
+    require_secure_aggregation = true   # the server may learn sums only
+    require_roster = true               # and only among clients of this client's --roster
+    allow_collect = false               # no phase in which the server sees single clients' values
+    min_noise = 1.0                     # local differential privacy with at least this noise
+    budget = 8.0                        # the most epsilon of all replies, in any run, as --budget
+    least_samples = 100                 # from fewer a reply is not computed
+    least_batch = 16                    # from fewer no gradient or step is, but for the last step of an epoch
+    least_scale = 1.0                   # the share of the samples that the server may choose to use, at least
     max_bytes = 200_000_000             # of requests and answers in a round
     max_seconds = 600                   # of work in a round
 
@@ -28,11 +34,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from everfed.errors import UserError
-from everfed.federation.packet import FRAME_LIMIT, Packet, PacketError
+from everfed.federation.packet import FRAME_LIMIT, Packet, PacketError, digest
 from everfed.federation.request import REFUSED, Answer, Request
 from everfed.naming import files_inside, restricted
 
 if TYPE_CHECKING:
+    from everfed.core.context import Fewest
     from everfed.core.method import Method
     from everfed.recipe import Recipe
 
@@ -58,13 +65,19 @@ class Policy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    require_secure_aggregation: bool = False
-    min_noise: float | None = Field(None, gt=0, strict=False)
-    budget: float | None = Field(None, gt=0, strict=False)
-    allow_collect: bool = True
+    recipes: list[str] | None = None
+    models: list[str] | None = None
     parts: list[str] | None = None
     phases: list[str] | None = None
     code: list[str] = []
+    require_secure_aggregation: bool = False
+    require_roster: bool = False
+    allow_collect: bool = True
+    min_noise: float | None = Field(None, gt=0, strict=False)
+    budget: float | None = Field(None, gt=0, strict=False)
+    least_samples: int = Field(0, ge=0)
+    least_batch: int = Field(0, ge=0)
+    least_scale: float = Field(0.0, ge=0, le=1, strict=False)
     max_bytes: int | None = Field(None, gt=0)
     max_seconds: float | None = Field(None, gt=0, strict=False)
 
@@ -95,9 +108,35 @@ class Policy(BaseModel):
         """The modules and objects that a recipe may name. own: those that this client chose itself."""
         return (*OWN_CODE, *self.code, *own)
 
+    @property
+    def fewest(self) -> Fewest:
+        """From how many samples anything is computed."""
+        from everfed.core.context import Fewest
+
+        return Fewest(self.least_batch, self.least_samples)
+
+    def check_roster(self, known: bool) -> None:
+        """known: is there a roster? Raises PolicyError."""
+        if self.require_roster and not known:
+            raise PolicyError("policy require_roster: give --roster, the other clients' keys, and --key, your own")
+
+    def check_text(self, text: str, scale: float) -> None:
+        """Raises Refusal."""
+        name = digest(text.encode())
+        if self.recipes is not None and name not in self.recipes:
+            raise Refusal(f"policy recipes: the recipe's digest is {name}, which is not among them")
+        if scale < self.least_scale:
+            raise Refusal(f"policy least_scale = {self.least_scale:g}: the server asks with a scale of {scale:g}")
+
     def check_recipe(self, recipe: Recipe) -> None:
         """Raises Refusal."""
-        privacy, dp = recipe.privacy, recipe.privacy.dp
+        privacy, dp, kind, batch = recipe.privacy, recipe.privacy.dp, recipe.model.kind, recipe.train.batch_size
+        if self.models is not None and kind not in self.models:
+            raise Refusal(f"policy models: the recipe has model.kind = {kind!r}, and {self.models} are allowed")
+        if batch < self.least_batch:
+            raise Refusal(f"policy least_batch = {self.least_batch}: the recipe has train.batch_size = {batch}")
+        if self.require_roster and not privacy.secure_aggregation:
+            raise Refusal("policy require_roster: the recipe has no privacy.secure_aggregation = true")
         if self.require_secure_aggregation and not privacy.secure_aggregation:
             raise Refusal("policy require_secure_aggregation: the recipe has no privacy.secure_aggregation = true")
         if self.min_noise is not None and (dp is None or dp.kind != "local" or dp.seed >= 0):
@@ -107,10 +146,14 @@ class Policy(BaseModel):
 
     def check_method(self, method: Method) -> None:
         """Raises Refusal."""
-        unknown = [part.name for part in method.parts if self.parts is not None and part.name not in self.parts]
+        from everfed.core.phase import When
+
+        own = [part.name for part in method.parts if part not in method.protections]
+        unknown = [name for name in own if self.parts is not None and name not in self.parts]
         if unknown:
             raise Refusal(f"policy parts: the recipe's method has {', '.join(unknown)}, and {self.parts} are allowed")
-        other = [name for name in method.phases_by_name() if self.phases is not None and name not in self.phases]
+        asked = [name for name, phase in method.phases_by_name().items() if phase.when is not When.INSIDE]
+        other = [name for name in asked if self.phases is not None and name not in self.phases]
         if other:
             raise Refusal(f"policy phases: the recipe's method has {', '.join(other)}, and {self.phases} are allowed")
         if not self.allow_collect and method.reveals():

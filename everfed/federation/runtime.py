@@ -31,10 +31,11 @@ class RuntimeBuilder:
         torch.set_num_threads(1)  # as in every engine: results are exact only at one thread
         built, store = self.assembled(text, scale), ClientStore()
         engine = engines.build(built.recipe.engine, built.setup, store, built.build_module, lambda event: None)
-        return ClientRuntime(built.setup, engine, store)
+        return ClientRuntime(built.setup, engine, store, self.policy.fewest)
 
     def assembled(self, text: str, scale: float) -> Run:
         """The pieces of the server's run, within this client's policy."""
+        self.policy.check_text(text, scale)
         recipe = self._own_engine(self._own_data(from_table(tomllib.loads(text))))
         self.policy.check_recipe(recipe)
         built = assemble(scaled(recipe, scale), self.data_dir, scale)

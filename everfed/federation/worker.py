@@ -98,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             budget = policy.strictest_budget(chosen.budget)
             credentials = read_credentials(chosen.name, chosen.key, chosen.roster) if chosen.key else None
             client = RealClient(chosen.folder, identity, build, keep, budget, chosen.delta, credentials)
+            policy.check_roster(chosen.roster is not None and credentials is not None)
             guard = Guard(client, policy, chosen.data, data_folder(chosen.data_dir))
             guarded = Audited(guard, AuditLog(chosen.folder / AUDIT), chosen.server)
             serve(guarded, socket_path(chosen.folder), FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))

@@ -54,6 +54,10 @@ def request(recipe: bytes, round_index: int = 0) -> Packet:
         ({"allow_collect": False}, (), "fedomg", "policy allow_collect = false"),
         ({"parts": ["fedavg", "memory"]}, (), "der", "policy parts: the recipe's method has der"),
         ({"phases": ["train"]}, (), "coordinated", "policy phases: the recipe's method has"),
+        ({"recipes": ["ab" * 16]}, (), "fedavg", "policy recipes: the recipe's digest is"),
+        ({"models": ["resnet18"]}, (), "fedavg", "policy models: the recipe has model.kind = 'mlp'"),
+        ({"least_batch": 16}, ("train.batch_size=1",), "fedavg", "policy least_batch = 16"),
+        ({"require_roster": True}, (), "fedavg", "policy require_roster: the recipe has no privacy.secure_aggregation"),
     ],
 )
 def test_a_recipe_that_asks_for_more_is_refused_by_name(
@@ -77,6 +81,9 @@ def test_a_recipe_that_asks_for_more_is_refused_by_name(
         ({}, (), "fedavg"),
         ({"min_noise": 0.5, "budget": 9.0}, DP, "fedavg"),
         ({"allow_collect": False, "parts": ["fedavg", "memory", "der"], "phases": ["train", "evaluate"]}, (), "der"),
+        ({"parts": ["fedavg"], "phases": ["train", "evaluate"]}, ("privacy.secure_aggregation=true",), "fedavg"),
+        ({"parts": ["fedavg"]}, DP, "fedavg"),
+        ({"models": ["mlp"], "least_batch": 8, "least_samples": 20, "least_scale": 1.0}, (), "fedavg"),
     ],
 )
 def test_a_recipe_within_the_policy_passes(
@@ -178,7 +185,7 @@ def test_anything_else_is_answered_as_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("min_nois = 1", "min_nois: Extra inputs are not permitted; the keys are require_secure_aggregation"),
+        ("min_nois = 1", "min_nois: Extra inputs are not permitted; the keys are recipes, models"),
         ("min_noise = -1", "min_noise: Input should be greater than 0"),
         ("allow_collect = 'no'", "allow_collect: Input should be a valid boolean"),
         ("parts = 'fedavg'", "parts: Input should be a valid list"),

@@ -27,6 +27,7 @@ def diagonal_fisher(client: Client, model: Model, data: Data, kind: str = "sampl
 
     kind "batch" squares the mean gradient of each minibatch instead, as much public code does.
     """
+    client.context.require_samples(len(data))
     trainer, size = client.trainer, client.options.batch_size
     if kind == "sample":
         return _of_samples(client, model, data) / max(len(data), 1)
