@@ -93,19 +93,19 @@ class Driving(PlannedStream):
 
     def round(self, index: int) -> RoundPlan:
         """All clients begin at home; those in `moving` are away from round `moves_at` on."""
-        if not 0 <= index < self.rounds:
-            raise IndexError(f"round {index} is not within 0..{self.rounds - 1}")
+        participants, notes = self._attending(index)
         there = self.attendance.present(index).tolist()
         moves, last = index == self.moves_at, index == self.rounds - 1
         begins = there if index == 0 else [one for one in there if moves and one in self.moving]
         leaving = [one for one in there if index == self.moves_at - 1 and one in self.moving]
         return RoundPlan(
             task=AWAY if index >= self.moves_at else HOME,
-            participants=self.attendance.chosen(index)[0],
+            participants=participants,
             tasks={client: self._scene_of(client, index) for client in there},
             begins=tuple(begins) if self.boundaries else (),
             ends=tuple(there if last else leaving) if self.boundaries else (),
             evaluate=last or index == self.moves_at - 1,
+            notes=notes,
         )
 
     def _scene_of(self, client: int, index: int) -> int:

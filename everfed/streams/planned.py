@@ -70,13 +70,17 @@ class PlannedStream(Stream):
     def round(self, index: int) -> RoundPlan:
         """The plan of round `index`. With hidden boundaries `begins` and `ends` are empty. Evaluation is after rounds
         R, 2R, ... of `rounds_per_task` = R, also where clients have clocks of their own."""
-        if not 0 <= index < self.rounds:
-            raise IndexError(f"round {index} is not within 0..{self.rounds - 1}")
-        participants, late = self.attendance.chosen(index)
-        notes: Mapping[str, Any] = {"late": list(late) if len(late) <= NAMED else spans(late)} if late else {}
+        participants, notes = self._attending(index)
         if self.clocks.common and self.attendance.there is None and not self.options.drift:
             return self._common_plan(index, participants, notes)
         return self._own_plan(index, participants, notes)
+
+    def _attending(self, index: int) -> tuple[tuple[int, ...], Mapping[str, Any]]:
+        """(who takes part in round `index`, for its event: who is too late)."""
+        if not 0 <= index < self.rounds:
+            raise IndexError(f"round {index} is not within 0..{self.rounds - 1}")
+        participants, late = self.attendance.chosen(index)
+        return participants, {"late": list(late) if len(late) <= NAMED else spans(late)} if late else {}
 
     def _common_plan(self, index: int, participants: tuple[int, ...], notes: Mapping[str, Any]) -> RoundPlan:
         """All clients are available, and in the same task."""

@@ -39,6 +39,14 @@ def test_one_vehicle_moves_and_the_other_stays() -> None:
     assert stream.asynchronous and stream.clock_of(1, 3) == (0, 1) and stream.clock_of(0, 3) == (3, 4)
 
 
+def test_a_vehicle_that_is_too_late_is_named() -> None:
+    """One of the two is needed, both are asked."""
+    stream = driving(participation=0.5, deadline={"seconds": 1e9, "oversample": 2.0})
+    for index in range(stream.rounds):
+        plan = stream.round(index)
+        assert sorted([*plan.participants, *plan.notes["late"]]) == [0, 1]
+
+
 def test_hidden_boundaries_are_visible_to_no_part() -> None:
     stream = driving(boundaries=False)
     assert all(not stream.round(i).begins and not stream.round(i).ends for i in range(stream.rounds))
