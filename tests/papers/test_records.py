@@ -63,6 +63,19 @@ def test_a_run_is_recorded_and_read_back(tmp_path: Path) -> None:
     assert path.stat().st_size < 20_000
 
 
+def test_a_run_that_diverged_has_a_record_without_metrics(tmp_path: Path) -> None:
+    """By its folder and among others; it keeps the stream's facts, so that it can count for a table."""
+    sets = ["train.rounds_per_task=1", "stream.tasks=2", "stream.clients=2", "engine.kind=eager"]
+    recipe = everfed.read_recipe("demo", method="fedavg", seed=4, sets=[*sets, "train.optimizer.lr=1e30"])
+    with pytest.raises(Exception, match="not finite"):
+        everfed.run(recipe, tmp_path / "runs" / "ended")
+    for named in (tmp_path / "runs", tmp_path / "runs" / "ended"):
+        assert command(str(named), "--records", str(tmp_path / "kept")).exit_code == 0
+        (record,) = records.read_all(tmp_path / "kept")
+    assert "not finite" in record["diverged"] and (record["metrics"], record["accuracy_matrix"]) == ({}, [])
+    assert record["seed"] == 4 and record["stream"]["clients"] == 2 and record["environment"]["engine"] == "eager"
+
+
 def test_of_where_data_lay_only_the_name_is_recorded() -> None:
     outcome = result([[0.5]], stream={**STREAM, "origin": "/home/me/data/mnist.npz"})
     assert records.make(outcome, {}, {})["stream"]["origin"] == "mnist.npz"
