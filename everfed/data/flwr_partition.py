@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from everfed.data.errors import PartitionError
+from everfed.data.partition import LABEL
 
-LABEL, POSITION = "label", "position"
+POSITION = "position"
 
 
 def flwr_partition(
-    name: str, labels: np.ndarray, clients: int, rng: np.random.Generator, **options: Any
+    name: str,
+    labels: np.ndarray,
+    clients: int,
+    rng: np.random.Generator,
+    *,
+    rows: np.ndarray,
+    columns: Mapping[str, np.ndarray],
+    **options: Any,
 ) -> list[np.ndarray]:
-    """What `flwr_datasets.partitioner.<name>` gives each of `clients`; `options` are its own.
+    """What `flwr_datasets.partitioner.<name>` gives each of `clients`; `options` are its own. It sees the columns of
+    the data at `rows`, beside the labels.
 
     The number of clients, the label column and the seed are filled in where the partitioner takes them.
     """
     datasets, partitioners = _packages()
     build = _partitioner_class(partitioners, name)
     partitioner = _construct(build, name, clients, int(rng.integers(2**31)), options)
-    columns = {LABEL: np.asarray(labels, dtype=np.int64), POSITION: np.arange(len(labels))}
-    partitioner.dataset = datasets.Dataset.from_dict(columns)
+    own = {LABEL: np.asarray(labels, dtype=np.int64), POSITION: np.arange(len(labels))}
+    partitioner.dataset = datasets.Dataset.from_dict({**{key: of[rows] for key, of in columns.items()}, **own})
     return _positions(partitioner, name, clients)
 
 

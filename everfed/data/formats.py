@@ -5,15 +5,16 @@ from __future__ import annotations
 import gzip
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from everfed.data.errors import DataError
-from everfed.data.source import require_finite
+from everfed.data.source import Columns, require_finite
 from everfed.data.split import SPLIT_SEED, held_out
 from everfed.data.targets import strata
 
@@ -24,13 +25,16 @@ R = TypeVar("R")
 
 
 class Arrays(NamedTuple):
-    """The content of a file: samples and labels of both parts, and the class names if there are any."""
+    """The content of a file: samples and labels of both parts, and the class names and further columns if there are
+    any."""
 
     x_train: np.ndarray
     y_train: np.ndarray
     x_test: np.ndarray
     y_test: np.ndarray
     class_names: tuple[str, ...] | None = None
+    columns: Columns = MappingProxyType({})
+    features: tuple[str, ...] = ()  # the names of the columns of x, of a table
 
 
 def _names_the_file(read: Callable[[Path], R]) -> Callable[[Path], R]:
@@ -118,13 +122,20 @@ def read_npz(path: Path) -> Arrays:
         )
 
 
-def split_arrays(x: np.ndarray, y: np.ndarray, class_names: Sequence[str] | None = None) -> Arrays:
-    """A fixed test part, a fifth of every class, the same on every machine."""
+def split_arrays(
+    x: np.ndarray,
+    y: np.ndarray,
+    class_names: Sequence[str] | None = None,
+    columns: Mapping[str, np.ndarray] | None = None,
+) -> Arrays:
+    """A fixed test part, a fifth of every class, the same on every machine. columns: of all samples."""
     if len(x) != len(y):
         raise DataError(f"{len(x)} samples but {len(y)} labels")
     groups = np.reshape(y, -1) if y.dtype.kind != "f" and y.size == len(y) else strata(y)
     train, test = held_out(groups, TEST_FRACTION, np.random.default_rng(SPLIT_SEED))
-    return Arrays(x[train], y[train], x[test], y[test], tuple(class_names) if class_names else None)
+    names = tuple(class_names) if class_names else None
+    parted = {name: (values[train], values[test]) for name, values in (columns or {}).items()}
+    return Arrays(x[train], y[train], x[test], y[test], names, parted)
 
 
 def read_names(path: Path) -> tuple[str, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from everfed.naming import require_network
 LABEL_NAMES = ("label", "labels", "fine_label", "y", "target")
 
 
-def load_hub(name: str) -> Source:
+def load_hub(name: str, aside: Collection[str] = ()) -> Source:
     """The set `owner/name`, or `owner/name:config`, or a folder written by `save_to_disk`.
 
     Samples are the image column, else the column of numbers; labels are the class-label column with most classes,
     else the one named `label`. The test part is `test`, else `validation`, else a fifth of every class of `train`;
-    `origin` records which.
+    `origin` records which. aside: further columns, of which nothing is known but whose a sample is, or when it came.
     """
     splits = _splits(name, _package(name))
     if "train" not in splits:
@@ -29,10 +30,21 @@ def load_hub(name: str) -> Source:
     held = next((s for s in ("test", "validation") if s in splits), None)
     train = _read(splits["train"], *columns)
     names = getattr(splits["train"].features[columns[1]], "names", None)
-    arrays = Arrays(*train, *_read(splits[held], *columns), names) if held else split_arrays(*train, names)
+    others = {key: _column(name, splits["train"], key) for key in aside}
+    if held:
+        both = {key: (values, _column(name, splits[held], key)) for key, values in others.items()}
+        arrays = Arrays(*train, *_read(splits[held], *columns), names, both)
+    else:
+        arrays = split_arrays(*train, names, others)
     test = f"split {held}" if held else "a fifth of split train"
     origin = f"hub:{name}, columns {columns[0]} and {columns[1]}, test part: {test}"
-    return make_source(f"hub:{name}", *arrays[:4], class_names=names, origin=origin)
+    return make_source(f"hub:{name}", *arrays[:4], class_names=names, origin=origin, columns=arrays.columns)
+
+
+def _column(name: str, split: Any, key: str) -> np.ndarray:
+    if key not in split.features:
+        raise DataError(f"hub:{name}: there is no column {key!r}; it has {', '.join(split.features)}")
+    return np.asarray(split[key][:])
 
 
 def _package(name: str) -> Any:

@@ -176,6 +176,40 @@ def lazy_source(
     )
 
 
+def is_several(given: Any) -> bool:
+    """Is it a list of data sets, and not a data set that is a list of samples?"""
+    return isinstance(given, list | tuple) and bool(given) and all(_is_set(one) for one in given)
+
+
+def _is_set(one: Any) -> bool:
+    plain = isinstance(one, tuple | list | Mapping | str | np.ndarray | Tensor)
+    return not plain and hasattr(one, "__getitem__") and hasattr(one, "__len__")
+
+
+class Joined:
+    """Several data sets, one after the other, as one."""
+
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        self.datasets = list(datasets)
+        for index, one in enumerate(self.datasets):
+            _require_indexed(one, f"data set {index + 1}")
+        self._ends = np.cumsum([len(one) for one in self.datasets])
+        self._readers = [_reader(one) for one in self.datasets]
+        self.classes = getattr(self.datasets[0], "classes", None) or _feature_names(self.datasets[0])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> tuple[Any]:
+        """A sample; the labels are read from the sets themselves."""
+        place = int(np.searchsorted(self._ends, index, side="right"))
+        return (self._readers[place](index - int(self._ends[place - 1] if place else 0)),)
+
+    def places(self) -> np.ndarray:
+        """(n,) the number of the data set that a sample is of."""
+        return np.repeat(np.arange(len(self.datasets)), [len(one) for one in self.datasets])
+
+
 def labels_of(dataset: Any, name: str) -> np.ndarray:
     """(n,) labels without decoding a sample where the set keeps them apart; else every sample is read once."""
     for attribute in TARGETS:

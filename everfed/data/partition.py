@@ -1,22 +1,28 @@
 """Partitions: ways to divide a label column among clients.
 
 Every function is `(labels, clients, rng, **options) -> parts`: `labels` (n,) integers, `parts[k]` the ascending
-positions that client k holds. No position is given twice; all but `pathological` give every position away.
+positions that client k holds. No position is given twice; all but `pathological`, `indices` and a user's own give every
+position away. A function with an argument `rows` or `columns` also gets where the labels stand in the training part, or
+the columns of the whole training part by name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from everfed.data.errors import PartitionError
+from everfed.naming import load_object
 
 Parts = list[np.ndarray]
+Divide = Callable[..., Parts]
 
 # a Dirichlet draw that gives a client too few samples is repeated at most so often
 DRAWS = 1000
@@ -120,36 +126,141 @@ def lda(labels: np.ndarray, clients: int, rng: np.random.Generator, *, alpha: fl
     return parts
 
 
-KINDS: Mapping[str, Callable[..., Parts]] = {
+def by_column(
+    labels: np.ndarray,
+    clients: int,
+    rng: np.random.Generator,
+    *,
+    column: str,
+    rows: np.ndarray,
+    columns: Mapping[str, np.ndarray],
+) -> Parts:
+    """A column of the data names the client: its values in order are clients 0, 1, 2, ..."""
+    if column not in columns:
+        raise PartitionError(f"there is no column {column!r}; it has {', '.join(columns) or 'none'}")
+    values, owner = np.unique(columns[column], return_inverse=True)
+    if len(values) != clients:
+        raise PartitionError(
+            f"column {column!r} has {len(values)} values, one for every client; set stream.clients = {len(values)}, or "
+            "leave it out"
+        )
+    return _by_owner(owner[rows], clients)
+
+
+def by_lists(
+    labels: np.ndarray,
+    clients: int,
+    rng: np.random.Generator,
+    *,
+    lists: Sequence[Sequence[int]] | str,
+    rows: np.ndarray,
+) -> Parts:
+    """Lists of rows of the training part, one for every client, from 0; or a JSON file of such lists."""
+    own = index_lists(lists)
+    if len(own) != clients:
+        raise PartitionError(
+            f"{len(own)} lists for {clients} clients; set stream.clients to {len(own)}, or leave it out"
+        )
+    return [np.flatnonzero(np.isin(rows, mine)) for mine in own]
+
+
+def index_lists(lists: Any) -> list[np.ndarray]:
+    """Rows by client. Raises PartitionError for anything else, and for a row that several clients have."""
+    if isinstance(lists, str | Path):
+        try:
+            lists = json.loads(Path(lists).expanduser().read_text())
+        except (OSError, ValueError) as problem:
+            raise PartitionError(f"lists = {str(lists)!r} cannot be read as JSON: {problem}") from problem
+    try:
+        own = [np.asarray(mine, dtype=np.int64).reshape(-1) for mine in lists]
+    except (TypeError, ValueError) as problem:
+        raise PartitionError(f"lists must hold a list of row numbers for every client: {problem}") from problem
+    every = np.concatenate([*own, np.zeros(0, np.int64)])
+    found, times = np.unique(every, return_counts=True)
+    if len(found) == 0 or found[0] < 0:
+        raise PartitionError("lists must hold a list of row numbers from 0 for every client")
+    if times.max() > 1:
+        raise PartitionError(f"row {found[times.argmax()]} is in the lists of several clients")
+    return own
+
+
+KINDS: Mapping[str, Divide] = {
     "iid": iid,
     "shards": shards,
     "exact-labels": exact_labels,
     "dirichlet": dirichlet,
     "lda": lda,
     "pathological": pathological,
+    "column": by_column,
+    "indices": by_lists,
 }
 FLWR_PREFIX = "flwr:"
+LABEL = "label"  # what flwr-datasets calls the labels
 
 
-def partition(kind: str, labels: np.ndarray, clients: int, rng: np.random.Generator, **options: Any) -> Parts:
-    """The partition `kind` names, with its own options; `flwr:Name` is a partitioner of flwr-datasets."""
+def partition(
+    kind: str | Divide,
+    labels: np.ndarray,
+    clients: int,
+    rng: np.random.Generator,
+    *,
+    rows: np.ndarray | None = None,
+    columns: Mapping[str, np.ndarray] | None = None,
+    **options: Any,
+) -> Parts:
+    """The partition `kind` names, with its own options; `flwr:Name` is a partitioner of flwr-datasets, and
+    `package.module:name` a function of a user's own. rows: where the labels stand in the training part. columns: of the
+    whole training part."""
     _require_whole("clients", clients)
     if len(labels) == 0:
         raise PartitionError(f"there is no sample to divide among {clients} clients")
-    if kind.startswith(FLWR_PREFIX):
+    given: dict[str, Any] = {"rows": np.arange(len(labels)) if rows is None else rows, "columns": columns or {}}
+    if isinstance(kind, str) and kind.startswith(FLWR_PREFIX):
         from everfed.data.flwr_partition import flwr_partition
 
-        return flwr_partition(kind.removeprefix(FLWR_PREFIX), labels, clients, rng, **options)
+        return flwr_partition(kind.removeprefix(FLWR_PREFIX), labels, clients, rng, **given, **options)
     check_options(kind, options)
-    return KINDS[kind](labels, clients, rng, **options)
+    divide = _function(kind)
+    wanted = {key: value for key, value in given.items() if key in inspect.signature(divide).parameters}
+    parts = divide(labels, clients, rng, **wanted, **options)
+    return parts if kind in KINDS else _checked(parts, len(labels), clients)
 
 
-def check_options(kind: str, options: Mapping[str, Any]) -> None:
+def _function(kind: str | Divide) -> Divide:
+    if isinstance(kind, str) and kind not in KINDS:
+        kind = load_object(kind, "stream.partition.kind")
+    if isinstance(kind, str):
+        return KINDS[kind]
+    if not callable(kind):
+        raise PartitionError(f"a partition of your own is a function of labels, clients and rng, not {kind!r}")
+    return kind
+
+
+def _checked(parts: Any, count: int, clients: int) -> Parts:
+    """What a user's own function gave. Raises PartitionError where it is no partition."""
+    try:
+        own = [np.sort(np.asarray(part, dtype=np.int64).reshape(-1)) for part in parts]
+    except (TypeError, ValueError) as problem:
+        raise PartitionError(f"your function must give a list of positions for every client: {problem}") from problem
+    if len(own) != clients:
+        raise PartitionError(f"your function gave {len(own)} lists of positions for {clients} clients")
+    every = np.concatenate(own)
+    if len(every) and not 0 <= every.min() <= every.max() < count:
+        raise PartitionError(f"your function gave position {every.max()} of {count} samples; they count from 0")
+    found, times = np.unique(every, return_counts=True)
+    if len(found) and times.max() > 1:
+        raise PartitionError(f"your function gave position {found[times.argmax()]} to several clients")
+    return own
+
+
+def check_options(kind: str | Divide, options: Mapping[str, Any]) -> None:
     """Raises PartitionError for an unknown kind, an unknown option or a missing one; needs no labels."""
-    if kind.startswith(FLWR_PREFIX):
+    if isinstance(kind, str) and kind.startswith(FLWR_PREFIX):
         return  # its options are checked against the partitioner's own signature
-    if kind not in KINDS:
-        raise PartitionError(f"unknown kind {kind!r}; allowed: {', '.join(KINDS)}, {FLWR_PREFIX}<PartitionerName>")
+    if isinstance(kind, str) and kind not in KINDS and ":" not in kind:
+        raise PartitionError(
+            f"unknown kind {kind!r}; allowed: {', '.join(KINDS)}, {FLWR_PREFIX}<PartitionerName>, package.module:name"
+        )
     accepted = option_names(kind)
     unknown = sorted(set(options) - set(accepted))
     if unknown:
@@ -159,10 +270,26 @@ def check_options(kind: str, options: Mapping[str, Any]) -> None:
         raise PartitionError(f"{kind!r} needs the option {missing[0]!r}")
 
 
-def option_names(kind: str) -> dict[str, bool]:
-    """The options of a kind, each with whether it must be given."""
-    parameters = inspect.signature(KINDS[kind]).parameters.values()
-    return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
+def option_names(kind: str | Divide) -> dict[str, bool]:
+    """The options of a kind, each with whether it must be given: the arguments after labels, clients and rng."""
+    parameters = list(inspect.signature(_function(kind)).parameters.values())[3:]
+    return {p.name: p.default is p.empty for p in parameters if p.name not in ("rows", "columns")}
+
+
+def columns_of(options: Mapping[str, Any]) -> set[str]:
+    """The columns of the data that a partition needs."""
+    named = {options[key] for key in ("column", "partition_by") if isinstance(options.get(key), str)}
+    return named - {LABEL}
+
+
+def natural_clients(options: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> int | None:
+    """How many clients there are by the data or the lists; None where a partition makes as many as it is asked to."""
+    kind = options["kind"]
+    if kind == "indices":
+        return len(index_lists(options["lists"]))
+    key = {"column": "column", f"{FLWR_PREFIX}NaturalIdPartitioner": "partition_by"}.get(kind, "")
+    named = str(options.get(key))
+    return len(np.unique(columns[named])) if named in columns else None
 
 
 def who_got_what(labels: np.ndarray, parts: Sequence[np.ndarray]) -> dict[str, Any]:

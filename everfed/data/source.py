@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,8 @@ from everfed.data.errors import DataError
 from everfed.data.split import thinned
 from everfed.data.targets import CLASSES, KINDS, kind_of, storage_targets, strata
 
+# what is known of every sample of the training and of the test part beside its label, by name
+Columns = Mapping[str, tuple[np.ndarray, np.ndarray]]
 # An image axis of one of these lengths is taken for the channels.
 CHANNELS = (1, 3, 4)
 
@@ -26,7 +28,8 @@ class Source:
     x_*: uint8 images (n, channels, height, width), float32 features (n, ...) or int64 tokens (n, length).
     y_*: by `targets`, one of `everfed.data.targets.KINDS`: (n,) int64 class ids below `classes`; (n, classes) uint8, 0
     or 1, for several labels a sample; (n, classes) float32 for regression. So `classes` is the width of the head.
-    origin: where the data came from, for reports. encoder: what made features of texts; "" where nothing did.
+    origin: where the data came from, for reports. encoder: what made features of texts; "" where nothing did. columns:
+    further facts of the samples of both parts, (n,) numbers or words, by which clients and tasks may be told apart.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Source:
     origin: str
     encoder: str = ""
     targets: str = CLASSES
+    columns: Columns = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_pair(self.name, "train", self.x_train, self.y_train)
@@ -49,6 +53,13 @@ class Source:
             elif y.shape[1] != self.classes:
                 raise DataError(f"{self.name}: {part} targets have {y.shape[1]} columns, expected {self.classes}")
         _check_alike(self.name, self.x_train, self.x_test)
+        for key, parts in self.columns.items():
+            lengths = tuple(map(len, parts))
+            if lengths != (len(self.y_train), len(self.y_test)):
+                expected = f"{len(self.y_train)} of the training part and {len(self.y_test)} of the test part"
+                raise DataError(
+                    f"{self.name}: column {key!r} has {lengths[0]} and {lengths[1]} entries; expected {expected}"
+                )
         if len(self.class_names) != self.classes:
             raise DataError(f"{self.name}: {len(self.class_names)} class names for {self.classes} classes")
 
@@ -56,8 +67,10 @@ class Source:
         """At most so many samples of each part, every class in proportion: the same ones in every run."""
         parts = (("train", most_train), ("test", most_test))
         train, test = (thinned(self.strata(part), most) for part, most in parts)
+        columns = {key: (ours[train], theirs[test]) for key, (ours, theirs) in self.columns.items()}
         return replace(
             self,
+            columns=columns,
             x_train=self.x_train[train],
             y_train=self.y_train[train],
             x_test=self.x_test[test],
@@ -89,12 +102,13 @@ def make_source(
     class_names: Sequence[str] | None = None,
     encoder: str = "",
     label_kind: str | None = None,
+    columns: Columns | None = None,
 ) -> Source:
     """A source from arrays in any of the usual layouts. label_kind: one of KINDS; by default by type and shape."""
     targets = make_targets(name, y_train, y_test, classes, class_names, label_kind)
     x = storage_form(x_train, f"{name}, train part"), storage_form(x_test, f"{name}, test part")
     train, test, classes, names, kind = targets
-    return Source(name, x[0], train, x[1], test, classes, names, origin, encoder, kind)
+    return Source(name, x[0], train, x[1], test, classes, names, origin, encoder, kind, columns or {})
 
 
 class Targets(NamedTuple):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +17,10 @@ from everfed.data.download import ARCHIVES
 from everfed.data.errors import DataError
 from everfed.data.formats import Arrays, read_npz, split_arrays
 from everfed.data.image_folder import read_image_folder
+from everfed.data.sites import read_sites
 from everfed.data.source import Source, make_source
+from everfed.data.tables import FILE, FOLDER, read_table
 from everfed.data.tables import SUFFIXES as TABLES
-from everfed.data.tables import read_table
 from everfed.data.texts import KNOWN as KNOWN_TEXTS
 from everfed.data.texts import is_text, load_texts
 from everfed.naming import nearest, places
@@ -47,10 +50,12 @@ def load(
     image_size: int | None = None,
     label: str | None = None,
     label_kind: str | None = None,
+    aside: Collection[str] = (),
 ) -> Source:
     """The data set of that name. texts: how a set of texts becomes vectors. image_size: pixels a side that the
     images of a folder are resized to. label: the column of a table that has the labels. label_kind: of a user's own
-    npz or table, as in `make_source`.
+    npz or table, as in `make_source`. aside: columns that say whose a sample is, or when it came, and are no features:
+    of a table or of the hub; "file" and "folder" of a folder that has a table, or a folder of images, for every site.
 
     `digits` is embedded; `hub:<dataset>` comes from the Hugging Face hub; the named sets come from the data folder
     (`data_dir`, else the environment variable EVERFED_DATA); anything else is a user's own npz, table (CSV,
@@ -62,11 +67,13 @@ def load(
     if name.startswith(HUB_PREFIX):
         from everfed.data.hub import load_hub
 
-        return load_hub(name.removeprefix(HUB_PREFIX))
+        return load_hub(name.removeprefix(HUB_PREFIX), aside)
     folder = data_folder(data_dir)
     if is_text(name, folder):
         return _load_texts(name, folder, texts or TextOptions())
-    return _load_known(name, folder) if name in KNOWN else _load_own(name, folder, image_size, label, label_kind)
+    if name in KNOWN:
+        return _load_known(name, folder)
+    return _load_own(name, folder, image_size, label, label_kind, aside)
 
 
 def _load_texts(name: str, folder: Path | None, options: TextOptions) -> Source:
@@ -122,14 +129,22 @@ def _load_known(name: str, folder: Path | None) -> Source:
 
 
 def _load_own(
-    name: str, folder: Path | None, image_size: int | None, label: str | None, label_kind: str | None
+    name: str,
+    folder: Path | None,
+    image_size: int | None,
+    label: str | None,
+    label_kind: str | None,
+    aside: Collection[str],
 ) -> Source:
     found = places(name, folder, *(f"{name}{suffix}" for suffix in (".npz", *TABLES)))
     for place in found:
         if place.is_file() and place.suffix == ".npz":
             return _from_arrays(place.stem, read_npz(place), place, label_kind=label_kind)
         if place.is_file() and place.suffix in TABLES:
-            return _from_arrays(place.stem, read_table(place, label), place, label_kind=label_kind)
+            return _from_arrays(place.stem, read_table(place, label, aside), place, label_kind=label_kind)
+        if place.is_dir() and (site := next((one for one in (FILE, FOLDER) if one in aside), None)):
+            arrays = read_sites(place, site, label, image_size, aside)
+            return _from_arrays(place.name, arrays, place, label_kind=label_kind)
         if place.is_dir():
             return _from_arrays(place.name, read_image_folder(place, image_size), place)
     known = (EMBEDDED, *KNOWN, *KNOWN_TEXTS)
@@ -144,7 +159,8 @@ def _from_arrays(
 ) -> Source:
     names, origin = arrays.class_names, str(path.absolute())
     try:
-        return make_source(name, *arrays[:4], class_names=names, classes=classes, origin=origin, label_kind=label_kind)
+        more: dict[str, Any] = {"classes": classes, "label_kind": label_kind, "columns": arrays.columns}
+        return make_source(name, *arrays[:4], class_names=names, origin=origin, **more)
     except DataError as problem:
         raise DataError(f"{path}: {problem}") from problem
 

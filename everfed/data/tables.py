@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -13,30 +13,47 @@ from everfed.data.formats import Arrays, split_arrays
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
 LABELS = ("label", "labels", "target", "class", "y")  # names of the label column, whatever their case
+FILE, FOLDER = "file", "folder"  # columns that a folder of tables, or of folders of images, has
 SPLIT, PARTS = "split", ("train", "test")  # a column that says which rows are for testing
 MISSING = ("", "na", "n/a", "#n/a", "nan", "null")  # how files write that there is no value
 Columns = dict[str, np.ndarray]  # text, or numbers
 Where = Callable[[int], str]  # the place of a row in its file
 
 
-def read_table(path: Path, label: str | None = None) -> Arrays:
+def read_table(path: Path, label: str | None = None, aside: Collection[str] = ()) -> Arrays:
     """The numbers of a table as features, float32, and its labels: text, whole numbers, or fractions. label: the column
     of labels, else the one that is called like one of LABELS. A column `split` with train and test divides the rows;
-    without it a fixed fifth of every class (or tenth of the fractions) is for testing."""
+    without it a fixed fifth of every class (or tenth of the fractions) is for testing. aside: columns that say who or
+    when, which are no features."""
     columns, where = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
     for key, values in columns.items():
         _require_values(path, key, values, where)
     name = _label_column(path, columns, label)
     y = _labels(path, name, columns.pop(name), where)
     split = columns.pop(SPLIT, None)
+    missing = sorted(set(aside) - {FILE} - set(columns))
+    if missing:
+        raise DataError(f"{path}: there is no column {missing[0]!r}; it has {', '.join(columns)}")
+    others = {key: numbers_or_words(columns.pop(key)) for key in aside if key in columns}
     x = np.stack([_numbers(path, key, values, where) for key, values in columns.items()], axis=1)
     if split is None:
-        return split_arrays(x, y)
+        return split_arrays(x, y, columns=others)._replace(features=tuple(columns))
     wrong = sorted(set(map(str, split)) - set(PARTS))
     if wrong:
         raise DataError(f"{path}: column {SPLIT!r} must hold {' or '.join(PARTS)}; it has {wrong[0]!r}")
     train = split.astype(str) == PARTS[0]
-    return Arrays(x[train], y[train], x[~train], y[~train])
+    parted = {key: (values[train], values[~train]) for key, values in others.items()}
+    return Arrays(x[train], y[train], x[~train], y[~train], None, parted, tuple(columns))
+
+
+def numbers_or_words(values: np.ndarray) -> np.ndarray:
+    """A column as numbers, which 9 comes before 10 in, where all of it are numbers."""
+    words = values.astype(str)
+    try:
+        numbers = words.astype(np.float64)
+    except ValueError:
+        return words
+    return numbers if (numbers != np.rint(numbers)).any() else numbers.astype(np.int64)
 
 
 def _read_csv(path: Path) -> tuple[Columns, Where]:
@@ -113,7 +130,8 @@ def _numbers(path: Path, name: str, values: np.ndarray, where: Where) -> np.ndar
         numbers = values.astype(np.float32)
     except (TypeError, ValueError) as problem:
         raise DataError(
-            f"{path}: column {name!r} holds text; features are numbers: encode it, or leave it out ({problem})"
+            f"{path}: column {name!r} holds text; features are numbers: encode it, leave it out, or name it as the "
+            f"column of stream.partition ({problem})"
         ) from problem
     _require_finite(path, name, numbers, where)
     return numbers

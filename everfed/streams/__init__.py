@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from everfed.core.stream import Stream
-from everfed.data.lazy import lazy_source
-from everfed.data.partition import FLWR_PREFIX, KINDS
-from everfed.data.source import Source, make_source
+from everfed.data.lazy import Joined, is_several, lazy_source
+from everfed.data.partition import FLWR_PREFIX, KINDS, columns_of, natural_clients
+from everfed.data.source import Columns, Source, make_source
 from everfed.data.sources import TextOptions, data_folder, load
 from everfed.data.tables import SUFFIXES as TABLES
+from everfed.data.tables import numbers_or_words
 from everfed.data.targets import CLASSES
 from everfed.streams.domain_incremental import TRANSFORMS
 from everfed.streams.incremental import IncrementalStream
@@ -41,6 +42,8 @@ __all__ = [
     "from_function",
 ]
 
+CLIENT = "client"  # the column of a list of data sets, one for every client
+
 # name -> where its class lies, imported when it is asked for, and a line for `everfed list streams`
 SCENARIOS: dict[str, tuple[str, str]] = {
     "domain-incremental": (
@@ -58,6 +61,10 @@ SCENARIOS: dict[str, tuple[str, str]] = {
     "multi-domain": (
         "multi_domain:MultiDomain",
         "the same classes in every task, from another data set or domain each time",
+    ),
+    "by-column": (
+        "by_column:ByColumn",
+        "a column of the data says when a sample came: a task is one of its values, or a stretch of them",
     ),
     "task-pool": (
         "task_pool:TaskPool",
@@ -78,6 +85,7 @@ SCENARIOS: dict[str, tuple[str, str]] = {
 }
 PARTITIONS: Mapping[str, str] = {
     **{name: (divide.__doc__ or "").splitlines()[0] for name, divide in KINDS.items()},
+    "package.module:name": "A function of your own: (labels, clients, rng, **options) to a list of positions a client.",
     f"{FLWR_PREFIX}<PartitionerName>": "Any sample partitioner of flwr-datasets, with its own options.",
 }
 
@@ -109,17 +117,38 @@ def build(
         raise OptionError("dataset", f"expected the name or path of a data set, got {table.get('dataset')!r}")
     dataset = table.pop("dataset")
     kind, common, own = _split_options(table)
-    seed = own.pop("seed", seed)
-    read: Callable[..., Any] = getattr(kind, "read", partial(_read, common))  # a scenario may need more than one set
-    return _make(kind, read(dataset, data_dir), common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+    seed, aside = own.pop("seed", seed), columns_of(common.partition) | columns_of(own)
+    # a scenario may need more than one set
+    read: Callable[..., Any] = getattr(kind, "read", partial(_read, common, aside))
+    source = read(dataset, data_dir)
+    common = _by_the_data(kind, source, common, own, table)
+    return _make(kind, source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
 
 
-def _read(common: Options, dataset: str | Path, data_dir: str | Path | None) -> Source:
+def _by_the_data(
+    kind: type[PlannedStream], source: Any, common: Options, own: Mapping[str, Any], given: Mapping[str, Any]
+) -> Options:
+    """The options with as many clients and tasks as the data has, where nothing is said."""
+    columns = {key: train for key, (train, _) in getattr(source, "columns", {}).items()}
+    clients = natural_clients(common.partition, columns) if "clients" not in given else None
+    count: Callable[..., int | None] | None = getattr(kind, "natural_tasks", None)
+    tasks = count(source, **own) if count is not None and "tasks" not in given else None
+    clients, tasks = clients or common.clients, tasks or common.tasks
+    return replace(common, clients=clients, tasks=tasks)
+
+
+def _read(common: Options, aside: Collection[str], dataset: str | Path, data_dir: str | Path | None) -> Source:
     texts = TextOptions(common.encoder, common.max_train, common.max_test)
     if common.label is not None and Path(dataset).suffix not in TABLES:
         raise OptionError("label", f"names a column of a table ({', '.join(TABLES)}); {dataset} is none, leave it out")
     source = load(
-        dataset, data_dir, texts, image_size=common.image_size, label=common.label, label_kind=common.label_kind
+        dataset,
+        data_dir,
+        texts,
+        image_size=common.image_size,
+        label=common.label,
+        label_kind=common.label_kind,
+        aside=aside,
     )
     if common.encoder is None or source.encoder:
         return source
@@ -146,18 +175,34 @@ def from_arrays(
     scale: float = 1.0,
     name: str = "arrays",
     classes: int | None = None,
+    columns: Mapping[str, tuple[Any, Any]] | None = None,
     **options: Any,
 ) -> Stream:
     """A stream of a user's own arrays: images or features x (n, ...) and targets y: classes (n,), whole numbers or
     words; several labels a sample (n, labels), 0 or 1; or numbers for regression, floats (n,) or (n, targets).
 
-    `options` are those of `build`. Labels count from 0; `classes` is needed when some class has no sample.
+    columns: what says whose a sample is, or when it came, for partition = {"kind": "column", "column": "site"} and
+    scenario="by-column": {"site": (of the training samples, of the test samples)}. `options` are those of `build`.
+    Labels count from 0; `classes` is needed when some class has no sample.
     """
     kind, common, own = _split_options({"scenario": scenario, **options})
     arrays = (x_train, y_train, x_test, y_test)
     label_kind = common.label_kind
-    source = make_source(name, *arrays, origin="arrays in memory", classes=classes, label_kind=label_kind)
+    more: dict[str, Any] = {"classes": classes, "label_kind": label_kind, "columns": _columns(columns)}
+    source = make_source(name, *arrays, origin="arrays in memory", **more)
+    common = _by_the_data(kind, source, common, own, options)
     return _make(kind, source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+
+
+def _columns(columns: Mapping[str, tuple[Any, Any]] | None) -> Columns:
+    found = {}
+    for name, parts in (columns or {}).items():
+        if not isinstance(parts, tuple | list) or len(parts) != 2:
+            raise OptionError(
+                "columns", f"{name!r}: expected (values of the training samples, values of the test samples)"
+            )
+        found[name] = (numbers_or_words(np.asarray(parts[0])), numbers_or_words(np.asarray(parts[1])))
+    return found
 
 
 def from_datasets(
@@ -174,9 +219,11 @@ def from_datasets(
     class_names: Sequence[str] | None = None,
     cache: str | Path | None = None,
     workers: int = 4,
+    columns: Mapping[str, tuple[Any, Any]] | None = None,
     **options: Any,
 ) -> Stream:
     """A stream of two data sets of torch (`dataset[i]` gives a sample and its label) or of Hugging Face, as they are.
+    train: also a list with one data set for every client; test: also a list of data sets. columns: as in `from_arrays`.
 
     A sample is decoded when a client first sees it, by `workers` threads, brought to `image_size` and `channels`, and
     lies from then on in a memory-mapped file: in the folder `cache`, where later runs find it, or in a temporary one.
@@ -188,6 +235,14 @@ def from_datasets(
     if not issubclass(kind, IncrementalStream) or scenario == "multi-domain":
         raise OptionError("scenario", f"{scenario} is not made from two data sets; use another scenario")
     require_whole("workers", workers, least=0)
+    known = dict(_columns(columns))
+    if is_several(train):
+        if "partition" in options:
+            raise OptionError("partition", "a list of data sets has one for every client; leave it out")
+        train, test = Joined(train), Joined(test) if is_several(test) else test
+        known[CLIENT] = (train.places(), np.zeros(len(test), np.int64))
+        options = {**options, "partition": {"kind": "column", "column": CLIENT}}
+        common = replace(common, partition=options["partition"])
     source = lazy_source(
         train,
         test,
@@ -199,6 +254,8 @@ def from_datasets(
         workers=workers,
         label_kind=common.label_kind,
     )
+    source = replace(source, columns=known)
+    common = _by_the_data(kind, source, common, own, options)
     return _make(kind, source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
 
 

@@ -158,7 +158,7 @@ class IncrementalStream(ByObjective, PlannedStream):
     def identity(self) -> str:
         source = self.source
         x = (part.probe() if isinstance(part, Samples) else part for part in (source.x_train, source.x_test))
-        tensors = (*x, source.y_train, source.y_test)
+        tensors = (*x, source.y_train, source.y_test, *map(_codes, source.columns.values()))
         # without label_kind: the type of the targets has it, and streams of earlier versions keep their identity
         options = {key: value for key, value in vars(self.options).items() if key != "label_kind"}
         return digest_of(json.dumps([self.scenario, plain(options)], sort_keys=True), *tensors)
@@ -201,8 +201,9 @@ class IncrementalStream(ByObjective, PlannedStream):
         pool = self._pool(self._rows.train, self._y_train, division)
         kind, rng = self.options.partition["kind"], generator(self.seed, "partition", division)
         chosen = {k: v for k, v in self.options.partition.items() if k != "kind"}
+        columns = {key: train for key, (train, _) in self.source.columns.items()}
         try:
-            parts = partition(kind, self._y_train[pool], self.clients, rng, **chosen)
+            parts = partition(kind, self._y_train[pool], self.clients, rng, rows=pool, columns=columns, **chosen)
         except PartitionError as problem:
             raise OptionError(
                 "partition", f"{kind!r} in task {division + 1} of {self.options.tasks}: {problem}"
@@ -230,6 +231,13 @@ class IncrementalStream(ByObjective, PlannedStream):
         # positions within the pool, which was divided
         parts = np.split(np.searchsorted(pool, held.order), held.ends[1:-1])
         return who_got_what(self._y_train[pool], parts)
+
+
+def _codes(parts: tuple[np.ndarray, np.ndarray]) -> Tensor:
+    """The content of a column as bytes."""
+    return torch.from_numpy(
+        np.frombuffer("\0".join(map(str, np.concatenate(parts).tolist())).encode(), np.uint8).copy()
+    )
 
 
 def _formatted(source: Source, options: Options) -> Source:

@@ -42,6 +42,11 @@ class MultiDomain(IncrementalStream):
         super().__init__(whole, replace(options, image_size=None, channels=None), **settings)
         self.name = f"{source.name}-domains"
 
+    @staticmethod
+    def natural_tasks(source: Any, domains: Sequence[str] | None = None, **settings: Any) -> int | None:
+        """One for every domain."""
+        return len(domains) if domains is not None else len(source.names) if isinstance(source, Domains) else None
+
     def _choose_rows(self) -> Rows:
         sources = self.domains.sources
         self._train_ends = np.cumsum([0, *(len(one.y_train) for one in sources)])

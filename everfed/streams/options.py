@@ -11,6 +11,7 @@ from everfed.data.errors import PartitionError
 from everfed.data.partition import check_options
 from everfed.data.targets import KINDS
 from everfed.errors import SettingError
+from everfed.naming import NameProblem
 
 # (mean, std) per channel of the named normalisations; a single entry serves every channel.
 NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -181,11 +182,14 @@ def _check_augment(augment: Any) -> None:
 
 
 def _check_partition(partition: Any) -> None:
-    if not isinstance(partition, Mapping) or not isinstance(partition.get("kind"), str):
+    named = isinstance(partition, Mapping) and (
+        isinstance(partition.get("kind"), str) or callable(partition.get("kind"))
+    )
+    if not named:
         raise OptionError("partition", f"expected a table with a kind, such as {{ kind = 'iid' }}, got {partition!r}")
     try:
         check_options(partition["kind"], {k: v for k, v in partition.items() if k != "kind"})
-    except PartitionError as problem:
+    except (PartitionError, NameProblem) as problem:
         raise OptionError("partition", str(problem)) from problem
 
 

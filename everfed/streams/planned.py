@@ -228,4 +228,6 @@ def plain(value: Any) -> Any:
         return {str(k): plain(v) for k, v in value.items()}
     if callable(value):
         return augmentations.described(value)
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
