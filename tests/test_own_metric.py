@@ -148,7 +148,7 @@ def test_every_engine_measures_the_same_and_a_resumed_run_too(kind: str, work: P
         ("day_metric:Growing", "'growing' gave 2 sums for task 2, not 1: they are added up"),
         ("brir", "'brir' is no metric; Did you mean .*, or package.module:Name"),
         ({"metric": "day_metric:Brier", "pover": 1.0}, "pover is not an option; it has power"),
-        ("per-client", "'per-client' needs clients that score"),
+        ("per-client", "'per-client' needs tests that are a client's"),
         (7, "an entry is a metric's name or a table with metric = NAME; got 7"),
     ],
 )
@@ -214,6 +214,23 @@ def test_the_accuracy_of_every_client(work: Path) -> None:
         right = [(model(test.x).argmax(1) == test.y).sum().item() for test in tests]
         found.append(sum(right) / sum(map(len, tests)))
     assert result.data["measured"]["per-client"]["whole"] == pytest.approx(found)
+
+
+def test_the_accuracy_of_every_site_of_a_table(work: Path) -> None:
+    """One model, scored by the server: a column says whose the test samples are."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(120, 4)).astype("float32"), np.arange(120) % 3
+    site = rng.choice(["lund", "oslo", "york"], 120)
+    sites = {"site": (site[:60], np.where(np.arange(60) == 7, "rome", site[60:]))}  # nobody trains on rome's
+    stream = streams.from_arrays(
+        x[:60], y[:60], x[60:], y[60:], columns=sites, partition={"kind": "column", "column": "site"},
+        scenario="class-incremental", tasks=2, rounds_per_task=1,
+    )  # fmt: skip
+    recipe = {"eval": {"metrics": ["per-client"]}, "model": {"kind": "mlp"}, "method": {"name": "fedavg"}}
+    result = everfed.run({**recipe, "engine": {"kind": "eager"}}, "run", stream=stream)
+    right = everfed.load("run", stream=stream).predict(x[60:]) == y[60:]
+    expected = [right[sites["site"][1] == name].mean() for name in ("lund", "oslo", "york")]
+    assert result.data["measured"]["per-client"]["whole"] == pytest.approx(expected)
 
 
 # the models of earlier tasks -----------------------------------------------------------------------------------------

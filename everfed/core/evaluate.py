@@ -76,8 +76,10 @@ def score_tasks(
         return torch.stack([_measured(trainer, model, data, state, message) for data in tests])
     known = {label for task in range(spec.seen) for label in held_out.labels(client, task)}
     own = [held_out.labels(client, task) for task in spec.tasks]
+    whose = [held_out.owners(client, task, spec.split) if metrics else None for task in spec.tasks]
     further = [
-        metrics.on_task(task, client, classes, sorted(known)) for task, classes in zip(spec.tasks, own, strict=True)
+        metrics.on_task(task, client, owners, classes, sorted(known))
+        for task, owners, classes in zip(spec.tasks, whose, own, strict=True)
     ]
     if stream.score != "accuracy":
         rows = [

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,14 +26,16 @@ class Scored:
     """Held-out samples of one task as a model answered them: all of them, or some.
 
     outputs: (n, ...) of the network. y: (n, ...) labels or targets, on the same device. task: from 0. client: who
-    scores, on tests of its own or with weights of its own; None where the server scores the shared model. classes: of
-    the task. seen: of all tasks that have begun, ascending.
+    scores, on tests of its own or with weights of its own; None where the server scores the shared model. owners: (n,)
+    whose the samples are, by client, -1 for nobody's; None where the stream does not know. classes: of the task. seen:
+    of all tasks that have begun, ascending.
     """
 
     outputs: Tensor
     y: Tensor
     task: int
     client: int | None
+    owners: Tensor | None
     classes: tuple[int, ...]
     seen: tuple[int, ...]
     facts: Facts
@@ -45,7 +48,7 @@ class Metric:
     name: ClassVar[str] = ""
     percent: ClassVar[bool] = False
     better: ClassVar[int] = 1
-    by_client: ClassVar[bool] = False  # needs clients that score
+    by_client: ClassVar[bool] = False  # needs clients that score, or a stream that knows whose the tests are
 
     def measure(self, scored: Scored) -> Tensor:
         """(k,) sums over these samples, k the same for all; on any device."""
@@ -98,12 +101,11 @@ class PerClient(Metric):
     by_client = True
 
     def measure(self, scored: Scored) -> Tensor:
-        """Right answers by client, then samples by client: this client's, 0 for all others."""
-        sums = torch.zeros(2, scored.facts.clients, dtype=torch.float64)
-        if scored.client is not None:
-            right = (scored.outputs.argmax(1) == scored.y).sum()
-            sums[:, scored.client] = torch.tensor([float(right), float(len(scored.y))], dtype=torch.float64)
-        return sums.flatten()
+        """Right answers by client, then samples by client."""
+        assert scored.owners is not None  # the run would have been refused
+        right = scored.outputs.argmax(1) == scored.y
+        owners = [scored.owners[(scored.owners >= 0) & some] for some in (right, torch.ones_like(right))]
+        return torch.cat([torch.bincount(own, minlength=scored.facts.clients) for own in owners])
 
     value = PerClass.value
 
@@ -132,7 +134,7 @@ class Metrics:
         y = facts.blank.y
         outputs, labels = torch.zeros(2, *facts.outputs), torch.zeros(2, *y.shape[1:], dtype=y.dtype)
         classes = tuple(range(facts.classes))
-        scored = Scored(outputs, labels, 0, 0, classes, classes, facts)
+        scored = Scored(outputs, labels, 0, 0, torch.zeros(2, dtype=torch.int64), classes, classes, facts)
         sums = [_measured(metric, scored) for metric in metrics]
         for metric, found in zip(metrics, sums, strict=True):
             try:
@@ -141,9 +143,11 @@ class Metrics:
                 raise _failure(metric, f"cannot make a value of {len(found)} sums", error) from error
         return Metrics(metrics, facts, [len(found) for found in sums])
 
-    def on_task(self, task: int, client: int | None, classes: Sequence[int], seen: Sequence[int]) -> TaskSums:
-        """The sums of a task, 0 at first."""
-        return TaskSums(self, task, client, tuple(classes), tuple(seen))
+    def on_task(
+        self, task: int, client: int | None, owners: np.ndarray | None, classes: Sequence[int], seen: Sequence[int]
+    ) -> TaskSums:
+        """The sums of a task, 0 at first. owners: of all its samples."""
+        return TaskSums(self, task, client, owners, tuple(classes), tuple(seen))
 
     def plain(self, row: Sequence[float]) -> list[float]:
         """A row of counts without the sums of metrics."""
@@ -169,17 +173,26 @@ class TaskSums:
     """What the metrics measure on one task, added up over pieces of its samples."""
 
     def __init__(
-        self, metrics: Metrics, task: int, client: int | None, classes: tuple[int, ...], seen: tuple[int, ...]
+        self,
+        metrics: Metrics,
+        task: int,
+        client: int | None,
+        owners: np.ndarray | None,
+        classes: tuple[int, ...],
+        seen: tuple[int, ...],
     ) -> None:
         self.sums = torch.zeros(metrics.size, dtype=torch.float64)
-        self._metrics, self._where = metrics, (task, client, classes, seen)
+        self._metrics, self._task, self._client, self._classes = metrics, task, client, (classes, seen)
+        self._owners, self._count = owners, 0
 
     def add(self, outputs: Tensor, y: Tensor) -> None:
-        """The sums over these samples."""
+        """The sums over the next samples."""
         if not self._metrics:
             return
         assert self._metrics.facts is not None
-        scored = Scored(outputs, y, *self._where, self._metrics.facts)
+        first, self._count = self._count, self._count + len(y)
+        owners = None if self._owners is None else torch.from_numpy(self._owners[first : self._count]).to(y.device)
+        scored = Scored(outputs, y, self._task, self._client, owners, *self._classes, self._metrics.facts)
         found = [_measured(metric, scored) for metric in self._metrics.metrics]
         for metric, sums, size in zip(self._metrics.metrics, found, self._metrics.sizes, strict=True):
             if len(sums) != size:

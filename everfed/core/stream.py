@@ -224,6 +224,10 @@ class Stream(ABC):
         """A client's own test samples of its task."""
         return self.test(task, split)
 
+    def owners(self, task: int, split: str = "test") -> np.ndarray | None:
+        """(n,) whose the samples of `test` are, by client, -1 for nobody's; None where the stream does not know."""
+        return None
+
     # for reports -------------------------------------------------------------------------------------------------
     def task_of(self, client: int, ids: np.ndarray) -> np.ndarray | None:
         """(n,) the tasks that a client's samples come from, by their ids; None where the stream does not know."""
@@ -382,6 +386,12 @@ class HeldOut:
         key = (whose, task, split, device)
         with self._lock:  # several slots of a GPU may score at once
             return self._cached[key] if key in self._cached else self._copy(key, self._load(whose, task, split), device)
+
+    def owners(self, client: int | None, task: int, split: str) -> np.ndarray | None:
+        """(n,) whose the samples of `get` are, where the stream knows: the client's own, or by sample."""
+        if client is not None:
+            return np.full(len(self.get(client, task, split, torch.device("cpu"))), client)
+        return self.stream.owners(task, split)
 
     def _load(self, client: int | None, task: int, split: str) -> Data:
         data = self.stream.test(task, split) if client is None else self.stream.test_of(client, task, split)

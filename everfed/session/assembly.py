@@ -131,12 +131,12 @@ def build_metrics(recipe: Recipe) -> list[Metric]:
 
 
 def _check_scored_on_clients(setup: Setup) -> None:
-    """Raises RecipeError for metrics by client where one model is scored on one test set."""
+    """Raises RecipeError for metrics by client where one model is scored on one test set that is nobody's."""
     by_client = [metric.name for metric in setup.metrics.metrics if metric.by_client]
-    if by_client and not scored_on_clients(setup):
+    if by_client and not scored_on_clients(setup) and setup.stream.owners(0) is None:
         raise RecipeError(
-            f"eval.metrics: {by_client[0]!r} needs clients that score: a personalised method, or a stream whose "
-            "clients have tests of their own (scenario own or task-pool)"
+            f"eval.metrics: {by_client[0]!r} needs tests that are a client's: a partition by column, a scenario "
+            "whose clients have tests of their own (own, task-pool), or a personalised method"
         )
 
 

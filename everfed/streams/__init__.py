@@ -240,7 +240,8 @@ def from_datasets(
         if "partition" in options:
             raise OptionError("partition", "a list of data sets has one for every client; leave it out")
         train, test = Joined(train), Joined(test) if is_several(test) else test
-        known[CLIENT] = (train.places(), np.zeros(len(test), np.int64))
+        same = isinstance(test, Joined) and len(test.datasets) == len(train.datasets)
+        known[CLIENT] = (train.places(), test.places() if same else np.full(len(test), -1))
         options = {**options, "partition": {"kind": "column", "column": CLIENT}}
         common = replace(common, partition=options["partition"])
     source = lazy_source(

@@ -150,6 +150,21 @@ class IncrementalStream(ByObjective, PlannedStream):
         kind = self.options.kind_of(task)
         return self._cache.get((split, kind), lambda: self._held_out(kind, split))
 
+    def owners(self, task: int, split: str = "test") -> np.ndarray | None:
+        """Whose the samples of `test` are: by the column that divides the training samples, where one does."""
+        partition = self.options.partition
+        column = partition["column"] if partition["kind"] == "column" else None
+        if column is None:
+            return None
+        train, test = self.source.columns[column]
+        kind, values = self.options.kind_of(task), np.unique(train)
+        if split == "validation":
+            held = train[self._pool(self._rows.validation, self._y_train, kind)]
+        else:
+            held = test[self._pool(self._rows.test, self._y_test, kind)]
+        place = np.minimum(np.searchsorted(values, held), len(values) - 1)
+        return np.where(values[place] == held, place, -1)
+
     def labels(self, task: int) -> tuple[int, ...]:
         """The classes of `task`, ascending."""
         require_index("task", task, self.tasks)
