@@ -117,7 +117,8 @@ def build(
         raise OptionError("dataset", f"expected the name or path of a data set, got {table.get('dataset')!r}")
     dataset = table.pop("dataset")
     kind, common, own = _split_options(table)
-    seed, aside = own.pop("seed", seed), columns_of(common.partition) | columns_of(own)
+    seed = own.pop("seed", seed)
+    aside = columns_of(common.partition) | columns_of(own)
     # a scenario may need more than one set
     read: Callable[..., Any] = getattr(kind, "read", partial(_read, common, aside))
     source = read(dataset, data_dir)
