@@ -39,6 +39,17 @@ def test_what_it_reports_is_right() -> None:
     assert events[1]["global_accuracy"] == pytest.approx(correct / samples)
 
 
+def test_all_tasks_so_far_are_scored_where_that_is_asked_for() -> None:
+    """One client, two tasks of two rounds: at the end as the evaluation of both tasks together."""
+    parts = ["fedavg", {"part": "everfed.methods.project.gap:Gap", "seen": True}]
+    outcome = Bench(lambda: methods.build(parts=parts), stream=Toy(clients=1)).run()
+    rows = outcome.state.rows[1]
+    assert len(rows) == 2
+    assert reported(outcome)[-1]["local_accuracy"] == pytest.approx(
+        sum(row[1] for row in rows) / sum(row[0] for row in rows)
+    )
+
+
 def test_local_models_are_scored_before_aggregation() -> None:
     stream = Toy(clients=2, tasks=1, rounds_per_task=1)
     event = reported(measured(stream).run())[0]

@@ -145,6 +145,15 @@ def test_measurements_of_parts(tmp_path: Path) -> None:
     assert len(events(tmp_path, "measure")) == 2
 
 
+def test_the_accuracy_of_the_clients_own_models_is_that_of_the_last_round(tmp_path: Path) -> None:
+    events = (
+        {"event": "measure", "round": r, "task": 0, "part": "gap", "local_accuracy": a} for r, a in ((0, 0.2), (1, 0.6))
+    )
+    write_events(tmp_path, *events)
+    assert value("local_accuracy", sample(folder=tmp_path)) == pytest.approx(60.0)
+    assert value("local_accuracy", sample()) is None
+
+
 def test_the_gap_is_that_of_each_tasks_best_round(tmp_path: Path) -> None:
     def gap(index: int, task: int, local: float, shared: float) -> dict:
         numbers = {"global_accuracy": shared, "local_global_gap": local - shared}

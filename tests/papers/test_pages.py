@@ -16,6 +16,7 @@ from everfed.experiments.papers.judging import runs_of
 from everfed.experiments.papers.pages import PAGES, SCREEN, findings, pages
 from everfed.experiments.papers.records import FOLDER
 from everfed.experiments.papers.tables import Planned, find, notes, papers
+from everfed.methods import registry as methods
 from everfed.naming import split_names
 from everfed.recipe import read, settled
 from everfed.recipe import shipped as recipes
@@ -123,8 +124,9 @@ def test_a_planned_command_can_be_typed(plan: Planned) -> None:
         assert planning.plan(find(name), chosen, split_names(options.get("--columns", [""])[0]))
         return
     given = read(name).compare.options if read(name).compare else {}  # type: ignore[union-attr]
-    for method in chosen:
-        assert settled(read(name, method=method, sets=options.get("--set", [])))
+    for method in chosen or [None]:
+        section = settled(read(name, method=method, sets=options.get("--set", []))).method
+        assert methods.build(section.name, section.model_extra, section.parts)
         assert verb == "compare" or method not in given, f"everfed run leaves out what {name} gives {method}"
 
 

@@ -50,8 +50,12 @@ def test_the_last_pass_is_a_column_where_tasks_return() -> None:
     again["stream"] = {**again["stream"], "scenario": "task-pool", "classes": 2, "classes_per_task": 2}
     again["accuracy_matrix"] = [[0.5], [0.4, 0.7]]
     head, row = rows_of([again])
-    assert head[-2:] == ["learning accuracy, last pass", "forgetting, last pass"]
-    assert row[2] == "60.0" and row[-2:] == ["70.0", "-"]
+    assert head[-1] == "learning accuracy, last pass" and (row[2], row[-1]) == ("60.0", "70.0")
+
+
+def test_the_accuracy_of_the_clients_own_models_is_a_column_where_it_was_measured() -> None:
+    head, row = rows_of([{**of_recipe("fedcil", 0, {}, acc=0.4), "from_events": {"local_accuracy": 55.5}}])
+    assert head[-1] == "accuracy of the clients' own models" and row[-1] == "55.5"
 
 
 def test_a_seed_without_a_score_keeps_its_place() -> None:

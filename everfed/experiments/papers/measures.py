@@ -249,12 +249,19 @@ def _gap(folder: Path) -> float | None:
     return 100 * sum(gap for _, gap in best.values()) / len(best) if best else None
 
 
+def _local_accuracy(folder: Path) -> float | None:
+    """Accuracy of the clients' own models in the last round in which one was measured."""
+    found = [event["local_accuracy"] for event in events(folder, "measure") if "local_accuracy" in event]
+    return 100 * found[-1] if found else None
+
+
 FROM_EVENTS: dict[str, Callable[[Path], float | None]] = {
     "train_seconds_first_task": _train_seconds(first=True),
     "train_seconds_later_tasks": _train_seconds(first=False),
     "temporal_cosine": _mean("temporal_cosine"),
     "spatial_cosine": _mean("spatial_cosine"),
     "gap": _gap,
+    "local_accuracy": _local_accuracy,
 }
 
 

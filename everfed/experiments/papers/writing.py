@@ -254,9 +254,10 @@ _SCORES = {
     "forgetting": ("", "forgetting"),
 }
 _TASK_IL = {"final accuracy, task-IL": ("task", "acc")}  # where it says something else than the final accuracy
-_LAST_PASS = {  # where tasks return
+_WHERE_MEASURED = {
     "learning accuracy, last pass": ("", "learning_accuracy_last_pass"),
     "forgetting, last pass": ("", "forgetting_last_pass"),
+    "accuracy of the clients' own models": ("", "local_accuracy"),
 }
 
 
@@ -273,8 +274,8 @@ def every_run(recipe: str, records: Iterable[Record]) -> str:
         line = (one["method"], *_options(one, options), *(_setting(one, key) for key in keys))
         lines.setdefault(line, []).append(one)
     task_il = any(_score(one, "task", "acc") not in (None, _score(one, "", "acc")) for one in own)
-    passes = any(_score(one, *of) is not None for one in own for of in _LAST_PASS.values())
-    scores = {**_SCORES, **(_TASK_IL if task_il else {}), **(_LAST_PASS if passes else {})}
+    more = {name: of for name, of in _WHERE_MEASURED.items() if any(_score(one, *of) is not None for one in own)}
+    scores = {**_SCORES, **(_TASK_IL if task_il else {}), **more}
     rows = [
         [*line, ", ".join(map(_seed, group)), *(_over_seeds(group, *of) for of in scores.values())]
         for line, group in sorted(lines.items())

@@ -1,7 +1,7 @@
 """Gap: how much accuracy aggregation costs (STAMP, Fig. 1). A part that only measures.
 
-After local training every participant scores its own model on the tests of its current task, and after aggregation the
-shared one on the same tests:
+After local training every participant scores its own model on the tests of its current task (or of all so far), and
+after aggregation the shared one on the same tests:
 
     gap = correct answers of the clients' models / samples - those of the shared model / samples
 
@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from everfed.core.evaluate import EvalSpec, score_tasks
-from everfed.method import BOUNDARIES, HELD_OUT, Client, Part, Phase, Reducer, Server, Sum
+from everfed.method import BOUNDARIES, HELD_OUT, Client, Part, Phase, Reducer, Server, Sum, option
 
 COUNTS: Mapping[str, Reducer] = {"correct": Sum(), "samples": Sum()}
 
 
 @dataclass(frozen=True)
 class Gap(Part):
+    seen: bool = option(False, about="score the tests of all tasks so far, not of the current one alone")
+
     name = "gap"
 
     def needs(self):
@@ -35,9 +37,17 @@ class Gap(Part):
     def phases(self):
         return [Phase("gap", reduce=COUNTS, run=self.score_shared, update=self.compare)]
 
+    def _counts(self, client: Client, messages: Mapping[str, Any]):
+        """Of the client's current model. Plain numbers, which cost no payload."""
+        task = client.task or 0
+        tasks = tuple(range(task + 1)) if self.seen else (task,)
+        where = client.states, dict(messages), client.id
+        found = score_tasks(client.trainer, client.held_out, client.model, EvalSpec(tasks, task + 1), *where)
+        return {"correct": int(found[:, 1].sum()), "samples": int(found[:, 0].sum())}
+
     # the clients' models -----------------------------------------------------------------------------------------
     def reply(self, client: Client):
-        return _counts(client, {})
+        return self._counts(client, {})
 
     def update(self, server: Server) -> None:
         """The server keeps the accuracy of the clients' models until that of the shared one is known."""
@@ -47,7 +57,7 @@ class Gap(Part):
     # the shared model --------------------------------------------------------------------------------------------
     def score_shared(self, client: Client):
         """On the clients that trained, so that both models are scored on the same tests."""
-        return _counts(client, client.messages) if len(client.data) else {}
+        return self._counts(client, client.messages) if len(client.data) else {}
 
     def compare(self, server: Server) -> None:
         local, shared = server.state.get("local"), _accuracy(server.reduced)
@@ -56,14 +66,6 @@ class Gap(Part):
             server.report("global_accuracy", shared)
             server.report("local_global_gap", local - shared)
         server.state = {}
-
-
-def _counts(client: Client, messages: Mapping[str, Any]):
-    """Of the client's current model. Plain numbers, which cost no payload."""
-    task = client.task or 0
-    spec, where = EvalSpec((task,), task + 1), (client.states, dict(messages), client.id)
-    samples, correct, *_ = score_tasks(client.trainer, client.held_out, client.model, spec, *where)[0]
-    return {"correct": int(correct), "samples": int(samples)}
 
 
 def _accuracy(reduced: Mapping[str, Any]) -> float | None:
