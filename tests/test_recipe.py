@@ -4,7 +4,7 @@ import errno
 import string
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from hypothesis import given
@@ -14,13 +14,22 @@ from pydantic import BaseModel
 from everfed.core.context import TrainOptions
 from everfed.core.engine import ClientError
 from everfed.core.evaluate import EvalOptions
-from everfed.core.optimizer import Optimizer
+from everfed.core.optimizer import Optimizer, ParameterGroup
+from everfed.core.option import declared_options
 from everfed.data.errors import DataError
 from everfed.errors import RecipeError, UserError, exit_code, is_user_error, sentence
+from everfed.methods.monitor import PageHinkley
 from everfed.methods.registry import MethodError
 from everfed.recipe import Places, Recipe, from_table, parse_value, placed, read, read_placed, scaled, settled, to_toml
 from everfed.recipe.problems import split_key
-from everfed.recipe.schema import EvalSection, OptimizerSection, TrainSection
+from everfed.recipe.schema import (
+    EvalSection,
+    ModelSection,
+    MonitorSection,
+    OptimizerGroup,
+    OptimizerSection,
+    TrainSection,
+)
 
 SMALL = """\
 # a recipe for tests
@@ -427,7 +436,7 @@ def test_the_resolved_recipe_spells_out_every_value() -> None:
     ("section", "options", "elsewhere"),
     [
         (OptimizerSection, Optimizer, set()),
-        (EvalSection, EvalOptions, set()),
+        (EvalSection, EvalOptions, {"metrics", "snapshots"}),  # of what is kept beside the scores
         (TrainSection, TrainOptions, {"rounds_per_task", "batchnorm"}),  # of the stream, and of [model]
     ],
 )
@@ -441,6 +450,34 @@ def test_a_section_and_the_options_made_from_it_have_the_same_keys_and_defaults(
         plain = default.model_dump() if isinstance(default, BaseModel) else default
         own = getattr(made, key)
         assert as_lists(plain) == as_lists(asdict(own) if is_dataclass(own) else own), key
+
+
+@pytest.mark.parametrize(
+    ("section", "options"),
+    [
+        (OptimizerSection, Optimizer),
+        (OptimizerGroup, ParameterGroup),
+        (TrainSection, TrainOptions),
+        (ModelSection, TrainOptions),
+        (EvalSection, EvalOptions),
+        (MonitorSection, PageHinkley),
+    ],
+)
+def test_a_section_and_the_options_made_from_it_have_the_same_bounds(section: type[BaseModel], options: type) -> None:
+    declared = dict(declared_options(options))
+    common = [name for name in section.model_fields if name in declared]
+    assert common
+    for name in common:
+        entry, own = section.model_fields[name], declared[name]
+        bounds = {
+            kind: getattr(one, kind)
+            for one in entry.metadata
+            for kind in ("ge", "gt", "le", "lt")
+            if hasattr(one, kind)
+        }
+        mine = {"ge": own.at_least, "gt": own.above, "le": own.at_most, "lt": own.below}
+        assert bounds == {kind: bound for kind, bound in mine.items() if bound is not None}, name
+        assert own.one_of == (get_args(entry.annotation) if get_origin(entry.annotation) is Literal else ()), name
 
 
 def as_lists(value: Any) -> Any:

@@ -22,6 +22,7 @@ from everfed.core.data import Data
 from everfed.core.engine import Engine, Replies
 from everfed.core.message import Message, Model, State
 from everfed.core.metric import TaskSums
+from everfed.core.option import HasOptions, option
 from everfed.core.phase import EVALUATE, Phase, Sum
 from everfed.core.stream import HeldOut, Stream
 from everfed.core.trainer import Trainer
@@ -137,16 +138,18 @@ def _measured(
 
 # the phase ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class EvalOptions:
+class EvalOptions(HasOptions):
     """logits: the rule that result.json reports; every: also score the tasks seen so far every so many rounds (0: only
     at task ends); zero_shot: fill the matrix above its diagonal too; split: "test" or "validation"; top_k: how many
     highest logits count as the answer."""
 
-    logits: str = "full"
-    every: int = 0
+    logits: str = option("full", one_of=RULES)
+    every: int = option(0, at_least=0)
     zero_shot: bool = False
-    split: str = "test"
-    top_k: int = 1
+    split: str = option("test", one_of=("test", "validation"))
+    top_k: int = option(1, at_least=1)
+
+    option_prefix = "eval."
 
 
 def scored_on_clients(setup: Setup) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.layout import Layout
+from everfed.core.option import HasOptions, option
 from everfed.kernels import load_kernels
 
 kernel = load_kernels("everfed.kernels.adam")
@@ -22,21 +23,20 @@ SCHEDULES = ("constant", "linear", "exponential", "geometric", "cosine", "table"
 
 
 @dataclass(frozen=True)
-class ParameterGroup:
+class ParameterGroup(HasOptions):
     """Parameters, by patterns of their names, with a rate or a weight decay of their own; None: the optimiser's."""
 
     match: Sequence[str]
-    lr: float | None = None
-    weight_decay: float | None = None
+    lr: float | None = option(None, at_least=0)
+    weight_decay: float | None = option(None, at_least=0)
+
+    option_prefix = "optimizer.groups."
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "match", tuple(self.match))
         if not self.match or not all(isinstance(pattern, str) for pattern in self.match):
             raise ValueError(f"optimizer.groups.match must be a list of patterns; got {list(self.match)}")
-        for name in ("lr", "weight_decay"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"optimizer.groups.{name} must be at least 0; got {value}")
 
     def owns(self, parameter: str) -> bool:
         return any(fnmatchcase(parameter, pattern) for pattern in self.match)
@@ -54,7 +54,7 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class Optimizer(HasOptions):
     """Hyper-parameters only; the state is a dict of vectors that the caller keeps.
 
     kind: "sgd", "adam", or "adamw", whose weight decay is not part of the gradient. clip: the gradient's L2 norm over
@@ -70,36 +70,28 @@ class Optimizer:
     "task" does so within a task.
     """
 
-    kind: str = "sgd"
-    lr: float = 0.1
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    schedule: str = "constant"
-    lr_end: float = 1e-3
-    state: str = "fresh"
+    kind: str = option("sgd", one_of=KINDS)
+    lr: float = option(0.1, at_least=0)
+    momentum: float = option(0.0, at_least=0)
+    weight_decay: float = option(0.0, at_least=0)
+    beta1: float = option(0.9, at_least=0, below=1)
+    beta2: float = option(0.999, at_least=0, below=1)
+    eps: float = option(1e-8, above=0)
+    schedule: str = option("constant", one_of=SCHEDULES)
+    lr_end: float = option(1e-3, above=0)
+    state: str = option("fresh", one_of=("fresh", "kept", "task"))
     factors: Sequence[float] = ()
-    clip: float = 0.0
-    warmup: float = 0.0
-    by: str = "round"
+    clip: float = option(0.0, at_least=0)
+    warmup: float = option(0.0, at_least=0)
+    by: str = option("round", one_of=("round", "step"))
     groups: Sequence[ParameterGroup] = ()
 
+    option_prefix = "optimizer."
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "factors", tuple(self.factors))
         object.__setattr__(self, "groups", tuple(_as_group(group) for group in self.groups))
-        for name, value, allowed in (
-            ("kind", self.kind, KINDS),
-            ("schedule", self.schedule, SCHEDULES),
-            ("by", self.by, ("round", "step")),
-            ("state", self.state, ("fresh", "kept", "task")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"optimizer.{name} must be one of {', '.join(allowed)}; got {value!r}")
-        for name in ("lr", "momentum", "weight_decay", "clip", "warmup"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"optimizer.{name} must be at least 0; got {getattr(self, name)}")
         if self.lr == 0 and any(group.lr for group in self.groups):
             raise ValueError("optimizer.groups: with lr = 0 no group can have a rate; give lr itself a value")
         if bool(self.factors) != (self.schedule == "table") or not all(factor >= 0 for factor in self.factors):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 _KEY = "everfed.option"
 
@@ -72,7 +72,10 @@ def option(
 
 
 class HasOptions:
-    """Base of dataclasses with options: what is out of bounds is refused when one is made. Lists become tuples."""
+    """Base of dataclasses with options: what is out of bounds is refused when one is made. Lists become tuples.
+    option_prefix: what its options' names begin with in an error."""
+
+    option_prefix: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         for entry in fields(self):  # type: ignore[arg-type]
@@ -83,7 +86,7 @@ class HasOptions:
                 object.__setattr__(self, entry.name, tuple(getattr(self, entry.name)))
             problem = declared.problem(getattr(self, entry.name))
             if problem:
-                raise ValueError(f"{entry.name} {problem}")
+                raise ValueError(f"{self.option_prefix}{entry.name} {problem}")
 
 
 def declared_options(kind: type) -> Iterator[tuple[str, Option]]:

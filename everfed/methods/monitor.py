@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from everfed.core.events import LOSS, Event, Monitor, Signals
 from everfed.core.method import Method
+from everfed.core.option import HasOptions
 from everfed.core.spans import NAMED, spans
 from everfed.core.trainer import Trainer
 from everfed.method import Client, Collect, Part, Server, option
@@ -90,14 +91,13 @@ class Track:
 
 
 @dataclass(frozen=True)
-class PageHinkley:
-    """delta: a rise of the mean that is tolerated. threshold: of the statistic. window: observations that the mean
-    remembers. warmup: observations before anything is suspected."""
+class PageHinkley(HasOptions):
+    """Suspects a rise of the mean of what it observes."""
 
-    delta: float = 0.1
-    threshold: float = 0.5
-    window: int = 5
-    warmup: int = 2
+    delta: float = option(0.1, at_least=0, about="a rise of the mean that is tolerated")
+    threshold: float = option(0.5, above=0, about="of the statistic")
+    window: int = option(5, at_least=1, about="observations that the mean remembers")
+    warmup: int = option(2, at_least=1, about="observations before anything is suspected")
 
     def step(self, track: Track, x: float) -> tuple[Track, bool]:
         """(the track with one more observation, whether the mean has risen)."""

@@ -48,6 +48,7 @@ POISONED = {
     "an unknown dtype": one_tensor("F1024", [1], b"\0" * 128),
     "a dtype torch has not": one_tensor("F4", [2], b"\1"),
     "a bool of seven": one_tensor("BOOL", [1], b"\7"),
+    "a bool of two": one_tensor("BOOL", [1], b"\2"),
     "one tensor at two places": one_tensor(
         "F32", [1], b"\0" * 4, structure=json.dumps({k: {"$": "tensor", "at": "0"} for k in "ab"})
     ),

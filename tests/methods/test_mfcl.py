@@ -460,7 +460,7 @@ def test_scoring_twice_gives_the_same_numbers_and_changes_nothing() -> None:
 
 
 def test_a_task_without_training_is_scored_with_the_first_model() -> None:
-    case = bench().change(train=TrainOptions(0, 12, Optimizer(lr=0.1), logits="seen"))
+    case = bench().change(train=TrainOptions(1, 12, Optimizer(lr=0.0), logits="seen"))
     engine = case.eager(case.setup(), ClientStore())
     counts = engine.evaluate(case.model(), EvalSpec((0,), 1))
     assert case.change(method="fedavg", options={}).run(rounds=2).state.rows[0][0] == counts[0].tolist()
