@@ -17,15 +17,15 @@ def ui(
     token: Annotated[
         str | None,
         typer.Option(
-            metavar="T", envvar="EVERFED_UI_TOKEN", help="Token that visitors must give; required beyond loopback."
+            metavar="T", envvar="EVERFED_UI_TOKEN", help="Token that visitors must give; on loopback made by default."
         ),
     ] = None,
 ) -> None:
     """Serve a page that shows runs while they train, compares them and offers reports for download.
 
     It reads the folder and changes nothing. By default only this machine can
-    open it; with another --host a token is required: open the address with
-    ?token=T once.
+    open it, and only with the address that is printed, which has a token; with
+    another --host name a token: open the address with ?token=T once.
 
     \b
     Examples:

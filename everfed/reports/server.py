@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from http.cookies import CookieError, SimpleCookie
@@ -157,10 +158,11 @@ def _add_errors(app: "FastAPI") -> None:
 
 
 def serve(root: Path, host: str, port: int, token: str | None, announce: Callable[[str], None]) -> None:
-    """Serve until interrupted; `announce` is called with the address. Raises UserError: extras, folder, token, address
-    in use."""
+    """Serve until interrupted; `announce` is called with the address, which has the token where none was given: other
+    users of this machine reach loopback, too. Raises UserError: extras, folder, token, address in use."""
     check_token(host, token)
-    app = create_app(root, token)
+    made = "" if token else secrets.token_urlsafe(24)
+    app = create_app(root, token or made)
     import uvicorn
 
     class Interruptible(uvicorn.Server):
@@ -170,7 +172,7 @@ def serve(root: Path, host: str, port: int, token: str | None, announce: Callabl
 
     with _listen(host, port) as listening:
         shown = f"[{host}]" if ":" in host else host
-        announce(f"http://{shown}:{listening.getsockname()[1]}/")
+        announce(f"http://{shown}:{listening.getsockname()[1]}/{made and f'?token={made}'}")
         config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=GRACE)
         Interruptible(config).run(sockets=[listening])
 

@@ -311,15 +311,17 @@ app()
 
 
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
-    """With a page open, ctrl-C ends it cleanly and at once."""
+    """With a page open, ctrl-C ends it cleanly and at once. Other users of this machine, who reach loopback, too, see
+    nothing without the address that is printed."""
     finished(tmp_path / "a")
     words = [sys.executable, "-c", COMMAND, str(tmp_path), "--port", "0"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        port = int(re.fullmatch(r"dashboard: http://127\.0\.0\.1:(\d+)/ \(ctrl-C ends it\)\n", line)[1])
-        stream = events(port)
+        port, token = re.fullmatch(r"dashboard: http://127\.0\.0\.1:(\d+)/\?token=(\S{32}) \(ctrl-C.*\n", line).groups()
+        assert get(int(port), "/api/runs")[0] == 401
+        stream = events(int(port), Authorization=f"Bearer {token}")
         until(lambda: next(stream)["runs"])
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=HANG)
