@@ -151,7 +151,7 @@ def build_hf(
     if len(input_shape) != 3:
         auto = transformers.AutoModelForSequenceClassification
     if config is not None:
-        made = transformers.AutoConfig.for_model(**config)
+        made = transformers.AutoConfig.for_model(**_sizes_only(config))
         return HuggingFace(auto.from_config(made, trust_remote_code=False))
     folder = find(name, data_folder, "model.kind", CONFIG)
     described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -172,6 +172,19 @@ def build_hf(
     mismatched = [entry[0] for entry in report["mismatched_keys"]]
     _refuse_all_but_heads("model.kind", folder, [*report["missing_keys"], *mismatched], report["unexpected_keys"])
     return HuggingFace(base)
+
+
+# of a configuration that came with a model file: what fetches code or files, or names them
+_ELSEWHERE = ("implementation", "auto_map", "quantization", "backbone", "model_args", "name_or_path", "adapter")
+
+
+def _sizes_only(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without what would load kernels, code or weights from elsewhere."""
+    return {
+        key: _sizes_only(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if not any(word in key for word in _ELSEWHERE)
+    }
 
 
 class SwinT(nn.Module):

@@ -278,6 +278,15 @@ def tiny_bert(**changes: Any) -> Any:
     return transformers.BertForSequenceClassification(config).eval()
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_model_file_loads_no_kernels_from_the_network(key: str) -> None:
+    """With the package `kernels` installed, transformers fetches and runs what a configuration names."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = {"model_type": "vit", **sizes, "image_size": 8, "patch_size": 4, "num_channels": 3, key: "someone/kernel"}
+    made = models.build("hf:any", (3, 8, 8), 5, 0, rebuilding={"config": config})
+    assert "someone" not in str(made.base.config.to_dict()) and made.base.config._attn_implementation == "sdpa"
+
+
 def test_padding_does_not_change_what_a_text_model_says() -> None:
     made = HuggingFace(tiny_bert())
     texts = torch.tensor([[5, 6, 7], [8, 9, 3]])
