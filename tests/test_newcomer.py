@@ -136,7 +136,7 @@ def test_show_explains_a_method() -> None:
             "samples: 32",
             "logits: True",
         ),
-        *("reference: this round's clients, in every round", "server sees: sums and means over clients suffice"),
+        *("reference: this round's clients, in every round", "server needs: sums and means over clients suffice"),
         *("needs: nothing", "not beside:\n  parts that keep some parameters on the clients", "--dry-run"),
     ):
         assert words in found, words

@@ -68,7 +68,7 @@ def _facts(name: str, data: Path | None) -> Facts:
 def _method(name: str) -> Facts:
     from everfed.core.part import PLAIN, SHARED, WHOLE
     from everfed.methods import registry as methods
-    from everfed.privacy.reveals import sentence
+    from everfed.privacy.reveals import sentence, told
 
     method = methods.build(name)
     excluding = {
@@ -87,7 +87,8 @@ def _method(name: str) -> Facts:
         "needs": sorted(words - excluding.keys()) or "nothing",
         **({"not beside": rules_out} if rules_out else {}),
         "scored": "on the clients, with their own models" if method.personal else "on the server, the shared model",
-        "server sees": sentence(method.reveals()),
+        "server needs": sentence(method.reveals()),
+        "server sees": told(method),
         "cost": f"on your data: everfed run RECIPE --method {name} --dry-run",
     }
 

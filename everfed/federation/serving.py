@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from everfed.session import Run
 
 IDENTITY = "federation.json"
+SENT = "sent.toml"  # the recipe as clients receive it, whose digest their policies may name
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def _engine(
     name, epoch = next_epoch(folder.path)
     sent = _with_frozen(_with_memory_format(serving.recipe, folder), run.frozen)
     identity = RunIdentity(name, epoch, to_toml(sent), serving.scale)
+    write_atomic(folder.path / SENT, identity.recipe.encode())
     log = AuditLog(folder.path / AUDIT)
     log.write(what="start", run=name, epoch=epoch)
     transport = AuditedTransport(GridTransport(open_grid, enrol, noted(notify, log)), log)

@@ -1,6 +1,6 @@
 """What a method reveals to the server: the one place that says so, and a table of all methods for the documentation.
 
-python -m everfed.privacy.reveals docs/privacy.md      # renews the table in that page
+python -m everfed.privacy.reveals docs/privacy-reference.md      # renews the table in that page
 """
 
 from __future__ import annotations
@@ -34,6 +34,39 @@ def seen(method: Method, single: bool) -> list[tuple[str, str]]:
         for key, reducer in keys.items()
         if reducer.secure != single
     ]
+
+
+_GRADIENTS = "what training changed, a sum of gradients: samples can be reconstructed from it, from few best"
+_MOMENTS = "sums of products of features or inputs: of few samples these samples' features"
+_CLASSES = "which classes a client has"
+_COUNTS = "how many samples a client has of each class"
+# what a value tells of the client that sent it, by its key
+TELLS = {
+    **dict.fromkeys(("params", "update", "change", "others", "adapter", "meta", "clients", "channels"), _GRADIENTS),
+    **dict.fromkeys(("adaptive", "bias"), _GRADIENTS),
+    "gradient": "a gradient: of one sample it is that sample, in the first layer exactly",
+    "u": "squared gradients: of one sample its brightness, pixel by pixel",
+    "v": "squared gradients times the trained model",
+    **dict.fromkeys(("gram", "grams", "products", "A/grams", "A/products", "B/grams", "B/products"), _MOMENTS),
+    **dict.fromkeys(("head/grams", "head/products", "squares", "trace", "sketch", "outside"), _MOMENTS),
+    **dict.fromkeys(("sums", "sum", "prototypes", "features"), "sums or means of features, by class or group"),
+    **dict.fromkeys(("counts", "labels"), _COUNTS),
+    **dict.fromkeys(("classes", "missing"), _CLASSES),
+    **dict.fromkeys(("samples", "steps", "counters", "clipped"), "how much data a client has"),
+    "stats": "means and variances of BatchNorm's inputs",
+    "loss": "how well the model fits the client's samples",
+}
+
+
+def told(method: Method) -> dict[str, dict[str, str]]:
+    """{phase: {PART/KEY: what it tells of a client, and what the server sees without and with secure aggregation}}."""
+    protected = "this method cannot run" if method.reveals() else "the sum alone"
+    sees = f"The server sees each client's; with secure aggregation: {protected}"
+    found: dict[str, dict[str, str]] = {TRAIN: {"samples, steps, losses": f"how much data, how well it fits. {sees}"}}
+    for phase, value in [*seen(method, False), *seen(method, True)]:
+        about = TELLS.get(value.partition("/")[2], "see the method's page")
+        found.setdefault(phase, {})[value] = f"{about}. {sees}"
+    return found
 
 
 def sentence(reveals: Mapping[str, Sequence[str]]) -> str:

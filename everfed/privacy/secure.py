@@ -342,7 +342,7 @@ def secured(method: Method, threshold: float = 2 / 3, clip: float = 16.0, bits: 
         raise CompositionError(
             f"privacy.secure_aggregation: method {method.name!r} cannot run under it: in phase {phase!r} the server "
             f"needs every client's own reply to {' and '.join(parts)}, not their sum; switch it off or choose a method "
-            "whose replies are added up (docs/privacy.md lists them)"
+            "whose replies are added up (docs/privacy-reference.md lists them)"
         )
     weighing = {phase.name: _weighing(method.reducers(phase)) for phase in method.scheduled_phases()}
     weighing[EVALUATE] = {f"{EVALUATE}/counts": False}

@@ -60,6 +60,8 @@ def test_two_sites_with_folders_of_their_own(tmp_path: Path, monkeypatch: pytest
         out = field.serve(recipe, "run")
     finally:
         field.close()
+    (kept,) = (tmp_path / "c0").glob("*/recipe.toml")
+    assert kept.read_bytes() == (out / "sent.toml").read_bytes(), "what a client may agree to by its digest"
     table = recipe.model_dump(exclude_none=True)
     table["stream"]["dataset"] = "sites_for_test:make_stream"
     # the files differ in the recipe's hash, for each names its own data

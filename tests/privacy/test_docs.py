@@ -1,21 +1,23 @@
-"""The table in docs/privacy.md is that of the methods themselves."""
+"""The table in docs/privacy-reference.md is that of the methods themselves."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from benchmarks import liars
-from everfed.privacy.reveals import table
+from everfed.methods import registry as methods
+from everfed.privacy.reveals import TELLS, seen, table, told
 from everfed.store.marked import renewed
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "privacy.md"
+PAGE = ROOT / "docs" / "privacy-reference.md"
 
 
 def test_the_table_is_that_of_the_methods() -> None:
     text = PAGE.read_text()
-    command = "python -m everfed.privacy.reveals docs/privacy.md"
+    command = "python -m everfed.privacy.reveals docs/privacy-reference.md"
     assert renewed(text, "methods", lambda name: table()) == text, f"renew it with: {command}"
 
 
@@ -35,3 +37,20 @@ def test_the_tables_of_liars_are_those_that_were_measured() -> None:
             list(by) == list(liars.LIES) for by in found.values()
         )
         assert liars.table(found) in PAGE.read_text()
+
+
+def test_everything_that_a_preset_sends_is_explained_with_and_without_secure_aggregation() -> None:
+    for name in methods.names():
+        method = methods.build(name)
+        values = {value for single in (True, False) for _, value in seen(method, single)}
+        assert {value.partition("/")[2] for value in values} <= TELLS.keys()
+        found = told(method)
+        assert values <= {value for phase in found.values() for value in phase}
+        end = "this method cannot run" if method.reveals() else "the sum alone"
+        assert all(text.endswith(f"each client's; with secure aggregation: {end}") for text in found["train"].values())
+
+
+def test_every_test_that_the_threat_model_names_is_there() -> None:
+    named = re.findall(r"`((?:[a-z]+/)?test_\w+\.py)`", (ROOT / "docs" / "threat-model.md").read_text())
+    tests = {path.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert len(named) > 25 and {name.rpartition("/")[2] for name in named} <= tests
