@@ -6,7 +6,9 @@ import asyncio
 import re
 import socket
 import ssl
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from everfed.federation.flower.gate import SMALL, TOLERANCE, Gate
 from everfed.federation.proxy import BODY
 from tests.federation.secured import signature
 from tests.federation.test_local_users import superlink
+from tests.support.ports import free_port
 from tests.support.waiting import HANG
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
@@ -99,9 +102,13 @@ def test_only_the_owner_s_socket_answers_other_calls(pki: Path) -> None:
 
 @pytest.mark.federation
 @pytest.mark.usefixtures("patient")
-def test_a_superlink_refuses_a_large_call_without_a_key_before_its_body(tmp_path: Path) -> None:
+def test_a_superlink_refuses_a_large_call_without_a_key_before_its_body(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stranger announces 32 MiB and sends none of them. The answer comes at once; Flower alone waits for all of them
-    and keeps them in memory before it looks for a key. The process listens at one port, and no other."""
+    and keeps them in memory before it looks for a key. The process listens at one port, whatever its environment."""
+    for api in ("CONTROL", "FLEET"):
+        monkeypatch.setenv(f"FLWR_INTERNAL_GRPC_{api}_API", "1")
     with superlink(tmp_path, secure=True) as (port, root):
         assert root is not None
         context = ssl.create_default_context(cadata=root.decode())
@@ -112,6 +119,24 @@ def test_a_superlink_refuses_a_large_call_without_a_key_before_its_body(tmp_path
             assert connection.recv(1000).startswith(b"HTTP/1.1 401")
         pid = int((tmp_path / "link" / "superlink.pid").read_text())
         assert listening(pid) == [port]
+
+
+def test_a_flower_that_opens_its_port_itself_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version might not call `uvicorn.run`; then nothing is answered, rather than everything to everybody."""
+    import uvicorn
+
+    from everfed.federation.flower import superlink as module
+
+    def flower_superlink() -> None:
+        words = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=False))
+        socket.create_server((words["--host"], int(words["--port"]))).close()
+
+    entry = SimpleNamespace(load=lambda: flower_superlink)
+    monkeypatch.setattr(module, "entry_points", lambda **names: [entry])
+    monkeypatch.setattr(uvicorn, "run", uvicorn.run)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with pytest.raises(OSError, match="in use"):
+        module.serve("127.0.0.1", free_port(), tmp_path / "link.db", None)
 
 
 def listening(pid: int) -> list[int]:
