@@ -102,8 +102,10 @@ class TracedLink(Settings):
 
 
 def traced(command: Sequence[str]) -> list[str]:
-    """The command of one of our processes, `python -m MODULE ...`, with its calls noted."""
-    return [command[0], "-m", trace.__name__, f"{command[2]}:main", *command[3:]]
+    """The command of one of our processes, `python ... -m MODULE ...`, with its calls noted. Options of Python go: this
+    folder must be importable."""
+    module = command.index("-m") + 1
+    return [command[0], "-m", trace.__name__, f"{command[module]}:main", *command[module + 1 :]]
 
 
 @contextmanager
