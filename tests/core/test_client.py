@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from everfed.core.client import OWN, Reply, new_state, run_client
 from everfed.core.context import Hidden, TrainOptions
 from everfed.core.evaluate import EvalSpec
 from everfed.core.handle import Server
-from everfed.core.message import State, unwrap
+from everfed.core.message import State, Values, unwrap
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
@@ -264,3 +265,19 @@ def test_masked_logits_get_no_gradient() -> None:
     moved = reply.values["fedavg"]["params"] - bench.model()["params"]
     head = bench.layout().named(moved)["head.bias"]
     assert head[:2].tolist() == [0.0, 0.0] and head[2:].abs().min() > 0
+
+
+@dataclass(frozen=True)
+class Noting(Part):
+    """Writes state where what it writes would be lost."""
+
+    name: ClassVar[str] = "noting"
+
+    def broadcast(self, server: Server) -> Values:
+        server.state["sent"] = 1
+        return {}
+
+
+def test_a_hook_whose_state_would_be_lost_may_not_write_any() -> None:
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        Bench(lambda: compose(FedAvg(), Noting())).run(rounds=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from everfed.core.handle import Client
 from everfed.core.message import Values
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, TASK_ID, Part, options_of
+from everfed.core.part import BOUNDARIES, PLAIN, TASK_ID, Part, options_of
 from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Collect, Mean, Phase, Reducer, Rounds, When, every
 from everfed.core.replica import Gradient
 from everfed.core.step import Step
@@ -375,3 +375,27 @@ def test_who_takes_part_in_a_phase() -> None:
 def test_ideal_takes_any_stream_and_no_buffer() -> None:
     assert not methods.build("ideal").needs("memory")
     assert compose(FedAvg(), Ideal()).needs("history")
+
+
+@dataclass(frozen=True)
+class Compares(Part):
+    """Compares features of the network itself."""
+
+    name: ClassVar[str] = "compares"
+
+    def needs(self) -> Set[str]:
+        return {PLAIN}
+
+
+@dataclass(frozen=True)
+class Turns(Part):
+    name: ClassVar[str] = "turns"
+
+    def forward(self, module: nn.Module, x: Tensor, state: Tree, message: Tree) -> Tensor:
+        outputs: Tensor = module(-x)
+        return outputs
+
+
+def test_who_compares_features_of_the_network_stands_beside_no_other_forward_pass() -> None:
+    with pytest.raises(CompositionError, match="'compares' compares features of the network itself; 'turns' changes"):
+        compose(FedAvg(), Compares(), Turns())

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.core.spans import from_repeats, from_spans, repeats, spans
+from everfed.core.events import _who
+from everfed.core.phase import Phase
+from everfed.core.spans import NAMED, from_repeats, from_spans, repeats, spans
+from everfed.core.stream import RoundPlan
 from tests.support.toy import Bench, Toy
 
 
@@ -38,3 +41,10 @@ def test_more_than_a_hundred_participants_are_named_in_the_events() -> None:
     outcome = Bench(stream=Toy(clients=120, samples=2, tasks=1, rounds_per_task=1)).run()
     event = next(event for event in outcome.events if event.get("phase") == "train")
     assert event["clients"] == "0-119"
+
+
+@pytest.mark.parametrize("count", [NAMED, NAMED + 1])
+def test_up_to_a_hundred_clients_are_written_out_in_an_event(count: int) -> None:
+    clients = tuple(range(count))
+    event = _who(Phase("train"), RoundPlan(0, clients, dict.fromkeys(clients, 0)))
+    assert event == {"clients": list(clients) if count == NAMED else f"0-{NAMED}"}

@@ -18,6 +18,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
 from everfed.core.replica import Gradient
 from everfed.core.step import Batch, Step
+from everfed.core.stream import cross_entropy
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.rehearsal_free import one_parameter
 from tests.support.toy import Bench, Linear, Norm, Toy
@@ -192,3 +193,8 @@ def test_a_rate_of_its_own_holds_in_every_step() -> None:
     client = Bench(train=TrainOptions(1, 4, Optimizer(lr=0.1, by="step"))).client("fedavg")
     assert torch.equal(client.fit((), rate=0.0, tag="still").model["params"], client.model["params"])
     assert not torch.equal(client.fit((), tag="moves").model["params"], client.model["params"])
+
+
+def test_targets_of_minus_100_count_for_nothing() -> None:
+    outputs = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    assert torch.equal(cross_entropy(outputs, torch.tensor([0, -100])), cross_entropy(outputs[:1], torch.tensor([0])))

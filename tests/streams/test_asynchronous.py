@@ -180,6 +180,11 @@ def test_the_server_ends_a_task_when_enough_clients_have(quorum: float, ends: li
     assert [plan.task_of_server for plan in plans] == [sum(index > end for end in ends) for index in range(12)]
 
 
+def test_a_task_that_begins_with_the_next_one_is_skipped() -> None:
+    stream = small_stream(asynchronous={"kind": "table", "first": {"0": [0, 4, 4]}})
+    assert [stream.round(index).tasks[0] for index in (3, 4, 8)] == [0, 2, 2]
+
+
 def test_hidden_boundaries_hide_the_server_s_task_too() -> None:
     told, hidden = (small_stream(asynchronous=FIRST, boundaries=shown) for shown in (True, False))
     assert [told.round(index).server_task for index in (0, 5, 11)] == [0, 1, 2]

@@ -54,6 +54,13 @@ def test_availability_is_read_from_csv_and_json(tmp_path: Path) -> None:
         assert stream.fingerprint
 
 
+def test_a_table_that_a_spreadsheet_saved_begins_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "away.csv"
+    path.write_text("client,from,to\n1,2,\n", encoding="utf-8-sig")
+    there = make(1.0, {"kind": "file", "path": str(path)}, None, 2, 4, seed=0).there
+    assert there is not None and there.tolist() == [[True] * 4, [False, False, True, True]]
+
+
 def test_a_share_is_chosen_of_those_who_are_there() -> None:
     stream = small_stream(availability=COMING_AND_GOING, participation=0.5)
     assert [len(found) for found in there(stream)] == [2] * 4 + [1] * 5 + [2] * 3
