@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from everfed import streams
-from everfed.data.masked_text import PAD, mask_tokens, masked_loss
+from everfed.data.masked_text import PAD, mask_tokens, token_loss
 from everfed.experiments.jobs import GridJob, JobSettings, Outcome, new_job, run_all
 from everfed.methods.replay.diversity import Candidates, select
 from everfed.methods.replay.memory import Policy, Pool
@@ -160,7 +160,7 @@ def pretrain(stream: Any, options: dict[str, Any], place: Path) -> float:
 
 def _step(model: TinyBERT, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
     optimizer.zero_grad()
-    loss = masked_loss(model(x), y)
+    loss = token_loss(model(x), y)
     loss.backward()
     optimizer.step()
     return float(loss.detach())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from everfed.data.errors import DataError
+from everfed.data.targets import NONE
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNKNOWN, START, END, MASK = range(len(SPECIAL))
@@ -71,7 +72,7 @@ def _package() -> Any:
 
 # masks and loss -------------------------------------------------------------------------------------------------------
 
-IGNORED = -100  # the target of a token that is not to be predicted
+IGNORED = NONE
 _PARTS = 2**31  # chances are whole numbers below this
 _SHOWN_MASKED, _SHOWN_RANDOM = 0.8, 0.1  # the rest is shown as it is (Devlin et al., 2019)
 
@@ -118,13 +119,13 @@ def _likelihood(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(predicted, logs, 0.0), predicted
 
 
-def masked_loss(outputs: Tensor, y: Tensor) -> Tensor:
+def token_loss(outputs: Tensor, y: Tensor) -> Tensor:
     """Mean cross-entropy over the tokens to be predicted; outputs (n, length, vocabulary), y (n, length)."""
     logs, predicted = _likelihood(outputs, y)
     return -logs.sum() / predicted.sum().clamp_min(1)
 
 
-def masked_counts(outputs: Tensor, y: Tensor) -> Tensor:
+def token_counts(outputs: Tensor, y: Tensor) -> Tensor:
     """(2,) float64: tokens that were to be predicted, and the sum of their negative log-likelihoods."""
     logs, predicted = _likelihood(outputs.float(), y)
     return torch.stack([predicted.sum().double(), -logs.double().sum()])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from everfed.data.errors import DataError
 from everfed.data.split import thinned
-from everfed.data.targets import CLASSES, KINDS, kind_of, storage_targets, strata
+from everfed.data.targets import CLASSES, KINDS, TOKENS, kind_of, storage_targets, strata
 
 # what is known of every sample of the training and of the test part beside its label, by name
 Columns = Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -133,6 +133,8 @@ def make_targets(
     count from 0 without a gap, are numbered in their order and give the names."""
     if kind is not None and kind not in KINDS:
         raise DataError(f"{name}: label_kind = {kind!r} is not one of the allowed values: {', '.join(KINDS)}")
+    if kind == TOKENS:
+        raise DataError(f"{name}: label_kind = {kind!r} is for the scenarios own and language")
     kind = kind or kind_of(y_train, y_test, name)
     if kind != CLASSES:
         train, test = storage_targets(y_train, kind, name), storage_targets(y_test, kind, name)

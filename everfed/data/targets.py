@@ -8,12 +8,14 @@ from torch import Tensor
 
 from everfed.data.errors import DataError
 
-CLASSES, MULTI_LABEL, REGRESSION = "classes", "multi-label", "regression"
+CLASSES, MULTI_LABEL, REGRESSION, TOKENS = "classes", "multi-label", "regression", "tokens"
 KINDS = {
     CLASSES: "one class a sample: whole numbers or words (n,)",
     MULTI_LABEL: "several labels a sample: 0 and 1 (n, labels), at least two labels",
     REGRESSION: "regression: floats (n,) or (n, targets)",
+    TOKENS: "the token to be predicted at every place: whole numbers (n, length), -100 where there is none",
 }
+NONE = -100  # the target of a token that is not to be predicted
 ALLOWED = "; ".join(KINDS.values())
 TENTHS = 10
 
@@ -30,12 +32,16 @@ def kind_of(y_train: np.ndarray | Tensor, y_test: np.ndarray | Tensor, name: str
 
 
 def storage_targets(y: np.ndarray | Tensor, kind: str, name: str) -> Tensor:
-    """Several labels as uint8 (n, labels), numbers as float32 (n, targets)."""
+    """Several labels as uint8 (n, labels), numbers as float32 (n, targets), tokens as int64 (n, length)."""
     array = as_array(y)
     if kind == MULTI_LABEL:
         if MULTI_LABEL not in _forms(array):
             raise DataError(_wrong(name, array, kind))
         return torch.from_numpy(array.astype(np.uint8))
+    if kind == TOKENS:
+        if array.ndim != 2 or array.dtype.kind not in "iu":
+            raise DataError(_wrong(name, array, kind))
+        return torch.from_numpy(array.astype(np.int64))
     if array.ndim not in (1, 2) or array.dtype.kind not in "iuf" or array.shape[1:] == (0,):
         raise DataError(_wrong(name, array, kind))
     numbers = array.reshape(len(array), -1).astype(np.float32)
@@ -45,20 +51,22 @@ def storage_targets(y: np.ndarray | Tensor, kind: str, name: str) -> Tensor:
 
 
 def blank_targets(kind: str, width: int) -> Tensor:
-    """Targets of no sample in storage form."""
+    """Targets of no sample in storage form; width: of one sample's."""
     if kind == CLASSES:
         return torch.zeros(0, dtype=torch.int64)
+    if kind == TOKENS:
+        return torch.zeros((0, width), dtype=torch.int64)
     return torch.zeros((0, width), dtype=torch.uint8 if kind == MULTI_LABEL else torch.float32)
 
 
 def strata(y: np.ndarray | Tensor) -> np.ndarray:
     """(n,) int64 groups by which samples are held out and divided among clients: classes; the first label of a sample
-    that has several (one group more for those without any); tenths of the first number."""
+    that has several (one group more for those without any); tenths of the first number; one group of tokens."""
     array = as_array(y)
     if array.dtype.kind in "iu" and array.ndim == 1:
         return array
-    if len(array) == 0:
-        return np.zeros(0, dtype=np.int64)
+    if len(array) == 0 or (array.dtype == np.int64 and array.ndim == 2):
+        return np.zeros(len(array), dtype=np.int64)
     if array.dtype.kind == "f":
         first = array.reshape(len(array), -1)[:, 0]
         return np.searchsorted(np.quantile(first, np.arange(1, TENTHS) / TENTHS), first, side="left")

@@ -35,11 +35,14 @@ HEADS = ("head", "heads", "classifier", "fc", "score", "pre_logits", "pooler")
 # networks by name -----------------------------------------------------------------------------------------------------
 class HuggingFace(nn.Module):
     """A network of transformers whose output is the logits: of images (channels, side, side), or of token ids, where
-    the config's padding token is masked."""
+    the config's padding token is masked. A causal language model sees no later token and needs no mask."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.base = base
+        self.causal = type(base).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        if self.causal:
+            base.config.use_cache = False
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = self.base(**({"pixel_values": x} if x.is_floating_point() else self._tokens(x)))
@@ -49,13 +52,13 @@ class HuggingFace(nn.Module):
                 "...ForSequenceClassification)"
             )
         logits: Tensor = outputs.logits
-        return logits
+        return logits.float()
 
     def _tokens(self, x: Tensor) -> dict[str, Tensor]:
         """Token ids with the mask of those that are read; a row of padding alone reads all of it, since attention to
         nothing is no number."""
         padding = self.base.config.get_text_config().pad_token_id
-        if padding is None:
+        if padding is None or self.causal:
             return {"input_ids": x}
         empty = x == padding
         return {"input_ids": x, "attention_mask": (~empty | empty.all(-1, keepdim=True)).long()}
@@ -138,27 +141,51 @@ def build_hf(
     config: Mapping[str, Any] | None,
     input_shape: tuple[int, ...],
     classes: int,
+    task: str = "classes",
+    dtype: str = "float32",
+    checkpointing: bool = False,
 ) -> nn.Module:
-    """The classifier that a Hugging Face folder describes, with its weights where it has model.safetensors, else with
-    random ones. config: instead of the folder, the content of its config.json."""
+    """The network that a Hugging Face folder describes, with its weights where it has model.safetensors, else with
+    random ones. config: instead of the folder, the content of its config.json. task: "classes", or "next-token" for a
+    causal language model. dtype: of its weights; those that train must be float32. checkpointing: activations are
+    computed again in the backward pass, which saves memory."""
     try:
         import transformers
     except ImportError as missing:
         raise ModelError(
             f"model.kind = '{HF}{name}' needs the package transformers; install it with: pip install 'everfed[text]'"
         ) from missing
-    auto: Any = transformers.AutoModelForImageClassification
-    if len(input_shape) != 3:
-        auto = transformers.AutoModelForSequenceClassification
-    if config is not None:
-        made = transformers.AutoConfig.for_model(**_sizes_only(config))
-        return HuggingFace(auto.from_config(made, trust_remote_code=False))
-    folder = find(name, data_folder, "model.kind", CONFIG)
+    for key, value, allowed in (("task", task, TASKS), ("dtype", dtype, DTYPES)):
+        if value not in allowed:
+            raise ModelError(f"model.{key} must be one of {', '.join(allowed)}; got {value!r}")
+    auto: Any = transformers.AutoModelForCausalLM
+    if task == "classes":
+        texts = len(input_shape) != 3
+        auto = (
+            transformers.AutoModelForSequenceClassification if texts else transformers.AutoModelForImageClassification
+        )
+    base = _from_config(transformers, auto, config) if config is not None else None
+    if base is None:
+        base = _from_folder(transformers, auto, find(name, data_folder, "model.kind", CONFIG), task, classes)
+    if checkpointing:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return HuggingFace(base.to(DTYPES[dtype]))
+
+
+TASKS = ("classes", "next-token")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def _from_config(transformers: Any, auto: Any, config: Mapping[str, Any]) -> Any:
+    return auto.from_config(transformers.AutoConfig.for_model(**_sizes_only(config)), trust_remote_code=False)
+
+
+def _from_folder(transformers: Any, auto: Any, folder: Path, task: str, classes: int) -> Any:
     described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if described.num_labels != classes:  # else the names of its classes are kept
+    if task == "classes" and described.num_labels != classes:  # else the names of its classes are kept
         described.num_labels = classes
-    if not (folder / WEIGHTS).is_file():
-        return HuggingFace(auto.from_config(described, trust_remote_code=False))
+    if not any(folder.glob(f"model*{Path(WEIGHTS).suffix}")):
+        return auto.from_config(described, trust_remote_code=False)
     base, report = auto.from_pretrained(
         folder,
         config=described,
@@ -170,8 +197,9 @@ def build_hf(
         dtype=torch.float32,
     )
     mismatched = [entry[0] for entry in report["mismatched_keys"]]
-    _refuse_all_but_heads("model.kind", folder, [*report["missing_keys"], *mismatched], report["unexpected_keys"])
-    return HuggingFace(base)
+    missing, unused = [*report["missing_keys"], *mismatched], report["unexpected_keys"]
+    _refuse_all_but_heads("model.kind", folder, missing, unused)
+    return base
 
 
 # of a configuration that came with a model file: what fetches code or files, or names them

@@ -192,14 +192,16 @@ def _summary(
     baseline: list[float | None] | None,
 ) -> dict[str, float | None]:
     """Metrics by name. Perplexities are summed up over all periods, from the models that were scored on all of them."""
+    tested = _tested(rows)
+    if len(tested) < len(rows):
+        rows, n_test, curves = _only(tested, rows), [n_test[task] for task in tested], None
+        baseline = None if baseline is None else [baseline[task] for task in tested]
+    known = None if baseline is None or None in baseline else [b for b in baseline if b is not None]
+    found = accuracy_matrix.summary(rows, n_test=n_test, curves=curves, baseline=known, score=score_of(score))
     if score != "perplexity":
-        tested = _tested(rows)
-        if len(tested) < len(rows):
-            rows, n_test, curves = _only(tested, rows), [n_test[task] for task in tested], None
-            baseline = None if baseline is None else [baseline[task] for task in tested]
-        known = None if baseline is None or None in baseline else [b for b in baseline if b is not None]
-        return accuracy_matrix.summary(rows, n_test=n_test, curves=curves, baseline=known, score=score_of(score))
-    return language.summary([[v for v in row if v is not None] for row in rows if None not in row], n_test)
+        return found
+    whole = [[v for v in row if v is not None] for row in rows if None not in row]
+    return {**language.summary(whole, n_test), "forgetting": found["forgetting"]}
 
 
 def _tested(rows: list[list[float | None]]) -> list[int]:

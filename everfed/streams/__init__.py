@@ -23,6 +23,7 @@ from everfed.data.sources import TextOptions, data_folder, load
 from everfed.data.tables import SUFFIXES as TABLES
 from everfed.data.tables import numbers_or_words
 from everfed.data.targets import CLASSES
+from everfed.naming import load_object
 from everfed.streams.domain_incremental import TRANSFORMS
 from everfed.streams.incremental import IncrementalStream
 from everfed.streams.options import OptionError, Options, require_choice, require_whole
@@ -78,6 +79,10 @@ SCENARIOS: dict[str, tuple[str, str]] = {
         "driving:Driving",
         "vehicles that detect what is on the road, some of which move to another place; scored by mAP",
     ),
+    "language": (
+        "language:Language",
+        "texts and instructions of every client for a causal language model, scored by perplexity on each client's own",
+    ),
     "own": (
         "own:Own",
         "periods that a function of your own yields for every client; scored on each client's own tests",
@@ -90,8 +95,13 @@ PARTITIONS: Mapping[str, str] = {
 }
 
 
-def class_of(scenario: str) -> type[PlannedStream]:
-    """The class of a scenario."""
+def class_of(scenario: str) -> type[Any]:
+    """The class of a scenario, or one of the user's own, `package.module:Name`. Raises OptionError."""
+    if ":" in scenario:
+        found = load_object(scenario, "stream.scenario")
+        if not isinstance(found, type) or not issubclass(found, Stream):
+            raise OptionError("scenario", f"{scenario} is no class derived from everfed.method.Stream")
+        return found
     module, _, name = SCENARIOS[scenario][0].partition(":")
     kind: type[PlannedStream] = getattr(import_module(f"everfed.streams.{module}"), name)
     return kind
@@ -108,7 +118,8 @@ def build(
 
     Keys: dataset, scenario, seed (the stream's own; default `seed`), those of `Options`, and the scenario's own:
     transform (domain-incremental), class_order (class- and task-incremental), domains (multi-domain), classes_per_task,
-    sample_split and class_overlap_within_step (task-pool), those of `Periods`, `Driving` and `Own`. Raises OptionError
+    sample_split and class_overlap_within_step (task-pool), those of `Periods`, `Driving`, `Language` and `Own`. A
+    scenario `package.module:Name` is a class of the user's own, made from the table's other keys. Raises OptionError
     for keys and values that are not allowed, DataError for a missing data set. The division of the data among clients
     is drawn here.
     """
@@ -116,6 +127,11 @@ def build(
     if not isinstance(table.get("dataset"), (str, Path)) or not str(table["dataset"]):
         raise OptionError("dataset", f"expected the name or path of a data set, got {table.get('dataset')!r}")
     dataset = table.pop("dataset")
+    scenario = str(table.get("scenario", ""))
+    if ":" in scenario and not issubclass(class_of(scenario), PlannedStream):
+        given = {"dataset": dataset, "data_dir": data_dir, "rounds_per_task": rounds_per_task, "scale": scale}
+        del table["scenario"]
+        return _own_class(scenario, {**given, "seed": seed}, table)
     kind, common, own = _split_options(table)
     seed = own.pop("seed", seed)
     aside = columns_of(common.partition) | columns_of(own)
@@ -136,6 +152,22 @@ def _by_the_data(
     tasks = count(source, **own) if count is not None and "tasks" not in given else None
     clients, tasks = clients or common.clients, tasks or common.tasks
     return replace(common, clients=clients, tasks=tasks)
+
+
+def _own_class(name: str, given: dict[str, Any], table: Mapping[str, Any]) -> Stream:
+    """A stream of the user's own class, made from the keys of its table; of what else is `given`, what it takes."""
+    kind: Callable[..., Stream] = class_of(name)
+    parameters = inspect.signature(kind).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for key in table:
+            if key not in parameters:
+                allowed = ", ".join(sorted({"scenario", *parameters}))
+                raise OptionError(key, f"is not an argument of {name}; it has {allowed}")
+        given = {key: value for key, value in given.items() if key in parameters}
+    try:
+        return kind(**{**given, **table})
+    except TypeError as problem:
+        raise OptionError("scenario", f"{name} cannot be made from its keys: {problem}") from problem
 
 
 def _read(common: Options, aside: Collection[str], dataset: str | Path, data_dir: str | Path | None) -> Source:
@@ -294,7 +326,8 @@ def _split_options(table: Mapping[str, Any]) -> tuple[type[PlannedStream], Optio
     """(scenario class, shared options, the rest), with unknown keys refused."""
     rest = dict(table)
     scenario = rest.pop("scenario", None)
-    require_choice("scenario", scenario, SCENARIOS)
+    if ":" not in str(scenario):
+        require_choice("scenario", scenario, SCENARIOS)
     kind = class_of(scenario)
     shared, own = {f.name for f in fields(Options)}, {*_own_keys(kind), "seed"}
     for key in rest:

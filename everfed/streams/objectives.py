@@ -1,4 +1,4 @@
-"""Loss and scores of a data set's targets: single classes, several labels a sample, regression.
+"""Loss and scores of a data set's targets: single classes, several labels a sample, regression, tokens.
 
 Every score follows from sums over samples, so that the sums of batches and clients can be added up. `sums` gives them
 for a batch, as (1 + k,) float64 with the number of samples first; `value` gives a score of the added sums.
@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core.stream import cross_entropy
-from everfed.data.targets import MULTI_LABEL, REGRESSION
+from everfed.data.masked_text import token_counts, token_loss
+from everfed.data.targets import MULTI_LABEL, REGRESSION, TOKENS
 from everfed.metrics.scores import score_value
 
 
@@ -39,6 +40,8 @@ class Objective(Protocol):
 def objective_of(targets: str, width: int, y: Tensor | None = None) -> Objective:
     """Of targets of one of the kinds in `everfed.data.targets`. width: outputs of the network. y: some of the targets,
     where there are any yet."""
+    if targets == TOKENS:
+        return NextToken()
     if targets == MULTI_LABEL:
         return MultiLabel(width)
     if targets == REGRESSION:
@@ -57,7 +60,7 @@ class ByObjective:
         self.objective, self.score, self.also = objective, objective.score, objective.also
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy of classes, binary cross-entropy of several labels, mean squared error of numbers."""
+        """Cross-entropy of classes or tokens, binary cross-entropy of several labels, mean squared error."""
         return self.objective.loss(outputs, y)
 
     def measure(self, outputs: Tensor, y: Tensor) -> Tensor:
@@ -85,6 +88,25 @@ class SingleLabel:
 
     def value(self, score: str, sums: Sequence[float]) -> float | None:
         return score_value(score, sums[1], sums[0])
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """Mean cross-entropy over the tokens to be predicted; perplexity. outputs (n, length, vocabulary), y (n, length):
+    at every place the token that comes next."""
+
+    score = "perplexity"
+    also = ()
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return token_loss(outputs, y)
+
+    def sums(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Scored tokens, and the sum of their negative log-likelihoods."""
+        return token_counts(outputs, y)
+
+    def value(self, score: str, sums: Sequence[float]) -> float | None:
+        return score_value(score, sums[1], sums[0]) if sums[0] else None
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ class Options:
     transform of torchvision's v2. validation: share of every class held out of the training data, [0, 1).
     boundaries: False hides from methods when tasks begin and end. max_train, max_test: at most so many samples.
     image_size, channels: bring images to this format first. encoder: turns texts into vectors ("auto" by default).
-    label: the column of a table that has the labels. label_kind: "classes", "multi-label" or "regression"; None: by the
-    type and shape of the labels.
+    label: the column of a table that has the labels. label_kind: "classes", "multi-label", "regression" or "tokens";
+    None: by the type and shape of the labels.
 
     asynchronous: each client changes tasks by its own clock (`everfed.streams.clocks`). availability, deadline: clients
     come and go, and reply late (`everfed.streams.attendance`). without: {client: tasks in which it holds no data}.

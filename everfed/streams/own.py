@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from everfed.core.data import Data, DataCache
 from everfed.data.errors import DataError
 from everfed.data.source import storage_form, storage_labels
 from everfed.data.split import held_out
-from everfed.data.targets import CLASSES, blank_targets, storage_targets, strata
+from everfed.data.targets import CLASSES, TOKENS, blank_targets, storage_targets, strata
 from everfed.naming import load_object
 from everfed.streams.draws import generator
 from everfed.streams.objectives import ByObjective, objective_of
@@ -57,13 +57,22 @@ MakeStream = Callable[[int], Iterable[Any]]
 
 
 class Own(ByObjective, PlannedStream):
-    """classes: the width of the head, as many classes as may ever appear, or the labels or numbers of a sample where
-    `label_kind` is "multi-label" or "regression". test_share: of every period, held out where it has no tests of its
-    own. input_shape, dtype: of a sample in storage form, (channels, height, width) and "uint8" for images; by default
-    those of the first period (a server without data needs them)."""
+    """classes: the width of the head, as many classes as may ever appear; or, by `label_kind`, the labels or numbers of
+    a sample, or the vocabulary of tokens. test_share: of every period, held out where it has no tests of its own.
+    input_shape, dtype: of a sample in storage form, (channels, height, width) and "uint8" for images; by default those
+    of the first period (a server without data needs them)."""
 
     scenario = "own"
-    unused = ("partition", "max_train", "max_test", "image_size", "channels", "encoder", "label", "order")
+    unused: ClassVar[tuple[str, ...]] = (
+        "partition",
+        "max_train",
+        "max_test",
+        "image_size",
+        "channels",
+        "encoder",
+        "label",
+        "order",
+    )
     own_tests = True
     private_data = True
 
@@ -185,7 +194,8 @@ class Own(ByObjective, PlannedStream):
         dtype = dtype or ("uint8" if len(input_shape) == 3 else "float32")
         require_choice("dtype", dtype, DTYPES)
         none = torch.zeros((0, *input_shape), dtype=DTYPES[dtype])
-        return Data(none, blank_targets(self.targets, self.classes), np.zeros(0, dtype=np.int64))
+        width = input_shape[0] if self.targets == TOKENS else self.classes
+        return Data(none, blank_targets(self.targets, width), np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -315,7 +325,9 @@ class Feed:
             _check_classes(labels, self.classes, where)
             return labels
         labels = storage_targets(y, self.targets, where)
-        if labels.shape[1] != self.classes:
+        if self.targets == TOKENS:
+            _check_classes(labels.clamp_min(0), self.classes, where)
+        elif labels.shape[1] != self.classes:
             raise DataError(
                 f"{where}: targets have {labels.shape[1]} columns, expected stream.classes = {self.classes}"
             )

@@ -107,3 +107,13 @@ def test_the_same_sample_may_come_again() -> None:
 
 def test_a_good_stream_runs_and_replays() -> None:
     assert run(Mine(), "naive-uniform").data["cost"]["samples"] > run(Mine()).data["cost"]["samples"]
+
+
+def test_a_stream_of_ones_own_class_in_a_recipe() -> None:
+    """Its keys are the arguments of the class."""
+    from everfed.streams import OptionError, build
+
+    made = build({"scenario": f"{__name__}:Mine", "dataset": "digits", "apart": False}, 0, 2)
+    assert isinstance(made, Mine) and made.apart is False
+    with pytest.raises(OptionError, match=r"stream.clients: is not an argument of .*:Mine; it has apart, damage"):
+        build({"scenario": f"{__name__}:Mine", "dataset": "digits", "clients": 2}, 0, 2)

@@ -25,7 +25,7 @@ from everfed.core.context import TrainOptions
 from everfed.core.step import Training
 from everfed.core.stream import Stream
 from everfed.data.errors import DataError
-from everfed.data.masked_text import IGNORED, MASK, PAD, SPECIAL, Tokenizer, mask_tokens, masked_counts, masked_loss
+from everfed.data.masked_text import IGNORED, MASK, PAD, SPECIAL, Tokenizer, mask_tokens, token_counts, token_loss
 from everfed.data.utterances import load_utterances
 from everfed.models.tinybert import TinyBERT
 from everfed.streams.options import OptionError
@@ -280,12 +280,12 @@ def spying(begin: Any, seen: list[tuple[Tensor, Tensor]]) -> Any:
 def test_the_loss_is_the_mean_over_predicted_tokens() -> None:
     outputs = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]], [[0.2, 0.3, 0.5], [1 / 3, 1 / 3, 1 / 3]]]))
     y = torch.tensor([[0, IGNORED], [2, IGNORED]])
-    assert masked_loss(outputs, y).item() == pytest.approx(-(math.log(0.5) + math.log(0.5)) / 2)
-    assert masked_counts(outputs, y).tolist() == pytest.approx([2.0, 2 * math.log(2)])
+    assert token_loss(outputs, y).item() == pytest.approx(-(math.log(0.5) + math.log(0.5)) / 2)
+    assert token_counts(outputs, y).tolist() == pytest.approx([2.0, 2 * math.log(2)])
     nothing = torch.full((2, 2), IGNORED)
-    assert masked_loss(outputs, nothing).item() == 0.0
+    assert token_loss(outputs, nothing).item() == 0.0
     uniform = torch.zeros(3, 4, 10)
-    tokens, nll = masked_counts(uniform, torch.ones(3, 4, dtype=torch.int64)).tolist()
+    tokens, nll = token_counts(uniform, torch.ones(3, 4, dtype=torch.int64)).tolist()
     assert math.exp(nll / tokens) == pytest.approx(10.0)
 
 
