@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from everfed.reports.formats import markdown_table
-from everfed.reports.result import headline, scope_of
 
 
 def stdout() -> Console:
@@ -24,6 +23,8 @@ def stdout() -> Console:
 
 def print_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:
     """Print the main metrics of a run and its folder."""
+    from everfed.reports.result import headline, scope_of
+
     metrics = result["metrics"]
     if as_json:
         typer.echo(json.dumps({"event": "result", "folder": str(folder), "metrics": metrics}))

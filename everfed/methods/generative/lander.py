@@ -51,7 +51,7 @@ from everfed.method import (
 from everfed.methods.common.layers import head_weight, through_head
 from everfed.methods.common.teacher import classes_of, frozen_pass
 from everfed.methods.generative.anchors import FROM_NAMES, GAUSSIAN, anchors_of, check_named, read_anchors
-from everfed.methods.generative.student import LEVELS, Lesson, Projection
+from everfed.methods.generative.student import LEVELS, FeatureMap, Lesson
 from everfed.methods.generative.synthesis import Synthesis, Synthesizer, Turn
 from everfed.methods.generative.synthetic_replay import SyntheticReplay
 from everfed.models.generators import NoisyBlueprint
@@ -236,7 +236,7 @@ class Lander(AddsParameters, SyntheticReplay):
     def synthesizer(self, server: Server) -> Synthesizer:
         trainer, shape = server.trainer, server.facts.input_shape
         blueprint = NoisyBlueprint(shape, self.width, self.synth_batch, self.group, self.nz, self.upsamplings)
-        projection = Projection(MATRIX, BIAS, self.ltc)
+        projection = FeatureMap(MATRIX, BIAS, self.ltc)
         lesson = Lesson(self.kd_steps, self.kd_batch, self.t_student, STUDENT, False, projection)
         found = trainer.made(
             f"{self.name}/synthesizer", self, lambda: NoisySynthesizer(trainer, blueprint, self.how(lesson), self)

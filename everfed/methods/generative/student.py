@@ -24,7 +24,7 @@ GAIN_SPREAD = 0.02  # of the first BatchNorm weights about 1
 
 
 @dataclass(frozen=True)
-class Projection:
+class FeatureMap:
     """A linear map of the features, held in the model under these names. weight: of its error in a lesson."""
 
     matrix: str
@@ -42,7 +42,7 @@ class Lesson:
     temperature: float
     optimizer: Optimizer
     keep: bool
-    projection: Projection | None = None
+    projection: FeatureMap | None = None
 
 
 class Student:
@@ -128,7 +128,7 @@ class Student:
         theirs, ours = (rows.float() for rows in features)
         return loss + lesson.projection.weight * self._projection_error(lesson.projection, ours, theirs)
 
-    def _projection_error(self, projection: Projection, ours: Tensor, theirs: Tensor) -> Tensor:
+    def _projection_error(self, projection: FeatureMap, ours: Tensor, theirs: Tensor) -> Tensor:
         named = self.layout.named(self.trainer.replica.params)
         target = functional.linear(theirs, named[projection.matrix], named[projection.bias])
         own = functional.linear(ours, self.tensors[projection.matrix], self.tensors[projection.bias])
