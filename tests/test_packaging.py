@@ -40,6 +40,7 @@ OPTIONAL = {
     "ipykernel",
     "onnx",
     "onnxscript",
+    "optuna",
     "peft",
     "tensorboard",
     "mlflow",

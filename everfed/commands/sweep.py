@@ -21,6 +21,12 @@ def sweep(
     grid: Annotated[
         list[str], typer.Option(metavar="KEY=V,V,...", help="A recipe key and its values; give it again for more keys.")
     ],
+    trials: Annotated[
+        int, typer.Option("--trials", metavar="N", min=0, help="Only so many combinations; values may be LOW..HIGH.")
+    ] = 0,
+    search: Annotated[
+        str, typer.Option("--search", metavar="S", help="How trials are chosen: random, or tpe (the extra `search`).")
+    ] = "random",
     method: options.Method = None,
     seeds: options.Seeds = None,
     sets: options.Sets = [],  # noqa: B006 (typer copies it)
@@ -40,10 +46,17 @@ def sweep(
     0.1 when the recipe holds out none), so that the choice never sees test
     data. The best cell is printed as --set arguments, ready to paste.
 
+    With --trials only so many combinations are tried, and a value may be a
+    range LOW..HIGH. They are drawn at random, or proposed by Optuna's TPE from
+    the scores so far. The same command goes on where it stopped; a larger
+    --trials adds to what is there.
+
     \b
     Examples:
       everfed sweep demo --grid train.optimizer.lr=0.01,0.03,0.1
       everfed sweep demo --grid method.der.weight=0.5,1 --seeds 0,1
+      everfed sweep demo --grid train.optimizer.lr=0.001..1 --trials 20
+      everfed sweep demo --grid train.optimizer.lr=0.001..1 --trials 20 --search tpe
       everfed sweep demo --method fedprox --grid method.fedprox.mu=0.01,0.1
     """
     from everfed.commands.terminal import Terminal
@@ -51,7 +64,16 @@ def sweep(
     from everfed.experiments.jobs import JobSettings
 
     planned = plan_sweep(
-        recipe, [axis(entry) for entry in grid], options.parse_seeds(seeds), out, method=method, sets=sets
+        recipe,
+        [axis(entry) for entry in grid],
+        options.parse_seeds(seeds),
+        out,
+        method=method,
+        sets=sets,
+        scale=scale,
+        trials=trials,
+        search=search,
+        jobs=jobs,
     )
     if planned.held_out and not as_json:
         typer.echo(f"the recipe holds out no validation data; using {planned.held_out}")

@@ -16,8 +16,10 @@ from everfed.errors import RecipeError, UserError
 from everfed.experiments import comparison
 from everfed.experiments.comparison import Comparison
 from everfed.experiments.earlier import earlier_outcomes, of_table
-from everfed.experiments.jobs import GridJob, JobSettings, Output, Shown, check, new_job, run_all
+from everfed.experiments.jobs import GridJob, JobSettings, More, Outcome, Output, Shown, check, new_job, run_all
+from everfed.experiments.search import Cell, Search, axis_of, drawn, has_range, score_of_cell
 from everfed.methods.registry import canonical
+from everfed.metrics.scores import score_of
 from everfed.naming import split_names
 from everfed.recipe import (
     MethodSection,
@@ -42,6 +44,8 @@ Streams = Callable[[int], "Stream"]  # the stream of a seed
 Methods = str | Sequence[str | Parts | Mapping[str, Parts]] | Mapping[str, Parts]
 VALIDATION = 0.1  # share of the training data that a sweep holds out when the recipe holds out none
 SPLIT = "eval.split"
+SEARCHES = ("random", "tpe")
+AT_A_TIME = 4  # trials that a search proposes ahead where the number of runs side by side is not known
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,17 @@ class Grid:
         """The keys that a row which is in the folder already may have to itself."""
         return self.own
 
+    def more(self) -> More | None:
+        """Further runs that follow from an outcome."""
+        return None
+
     def run(self, settings: JobSettings, output: Output) -> Comparison:
         """Check all runs, run those that are not finished, and write the table, with the rows that are there already.
         Raises UserError where these are of something else."""
         table = of_table(self.folder, self.stem)
         earlier = earlier_outcomes(table, self.jobs, settings.scale, self.own_of)
         check(self.jobs, settings)
-        outcomes = [*earlier, *run_all(self.jobs, settings, output=output)]
+        outcomes = [*earlier, *run_all(self.jobs, settings, self.more(), output)]
         split = self.jobs[0].recipe.eval.split
         baseline = table.baseline or self.baseline
         note = scope_note(split, settings.scale)
@@ -240,11 +248,34 @@ def _applies(entry: str, part_names: set[str]) -> bool:
 
 @dataclass(frozen=True)
 class Sweep(Grid):
-    """held_out: what was set so that validation data is there; empty where the recipe has it."""
+    """held_out: what was set so that validation data is there; empty where the recipe has it. search: proposes further
+    cells, of which `of_cell` makes jobs."""
 
     held_out: str
+    of_cell: Callable[[Cell], list[GridJob]]
+    search: Search | None = None
 
     stem, heading = "sweep", "Cell"
+
+    def more(self) -> More | None:
+        """Once all seeds of a cell have ended, what the search proposes next."""
+        search = self.search
+        if search is None:
+            return None
+        cells = {as_arguments(cell): cell for cell in search.asked}
+        scores: dict[str, dict[int, float | None]] = {}
+
+        def follow(outcome: Outcome) -> list[GridJob]:
+            found = scores.setdefault(outcome.job.row, {})
+            score = score_of(outcome.result["score"] if outcome.result else "accuracy")
+            found[outcome.job.recipe.seed] = outcome.result["metrics"].get(score.main) if outcome.result else None
+            if len(found) < len(self.seeds):
+                return []
+            proposed = search.tell(cells[outcome.job.row], score_of_cell(found, score.better), score.better)
+            cells.update({as_arguments(cell): cell for cell in proposed})
+            return [job for cell in proposed for job in self.of_cell(cell)]
+
+        return follow
 
     def facts(self, result: Comparison) -> dict[str, Any]:
         return {"best": result.best}
@@ -256,10 +287,12 @@ class Sweep(Grid):
 
 def sweep(
     recipe: Source,
-    grid: Mapping[str, Sequence[Any]],
+    grid: Mapping[str, Sequence[Any] | str],
     seeds: Sequence[int] | None = None,
     out: str | Path | None = None,
     *,
+    trials: int = 0,
+    search: str = "random",
     method: str | None = None,
     sets: Sets = (),
     data_dir: str | Path | None = None,
@@ -274,11 +307,17 @@ def sweep(
     """Try every combination of values, as `everfed sweep` does: sweep("demo", {"train.optimizer.lr": [0.05, 0.1]}).
 
     Scored on data held out of the training set: stream.validation, or a tenth where the recipe holds out none. A stream
-    of your own must have a validation part. `best` of what is returned are the settings of the best cell, as `--set`
-    arguments. The rest is as in `everfed.compare`.
+    of your own must have a validation part. trials: only so many combinations, where a value may be a range, as in
+    sweep("demo", {"train.optimizer.lr": "0.001..1"}, trials=20); they are drawn at random, or proposed from the scores
+    so far with search="tpe" (the extra `search`). `best` of what is returned are the settings of the best cell, as
+    `--set` arguments. The rest is as in `everfed.compare`.
     """
-    axes = [[as_entries({key: value})[0] for value in values] for key, values in grid.items()]
-    planned = plan_sweep(recipe, axes, seeds, out, method=method, sets=as_entries(sets), stream=stream, scale=scale)
+    axes = [
+        [f"{key}={values}"] if isinstance(values, str) else [as_entries({key: value})[0] for value in values]
+        for key, values in grid.items()
+    ]
+    how: dict[str, Any] = {"trials": trials, "search": search, "jobs": jobs, "stream": stream, "scale": scale}
+    planned = plan_sweep(recipe, axes, seeds, out, method=method, sets=as_entries(sets), **how)
     settings = JobSettings(data_dir, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream))
     return planned.run(settings, Shown(progress, observers))
 
@@ -293,33 +332,51 @@ def plan_sweep(
     sets: Sequence[str] = (),
     stream: Stream | Streams | None = None,
     scale: float = 1.0,
+    trials: int = 0,
+    search: str = "random",
+    jobs: int = 1,
 ) -> Sweep:
-    """The runs of a sweep. axes: the `--set` entries of every key. Raises UserError."""
-    combinations = list(itertools.product(*axes))
-    if not axes or not combinations:
+    """The runs of a sweep. axes: the `--set` entries of every key. trials, search: as in `sweep`. jobs: runs side by
+    side, 0 where that is not known. Raises UserError."""
+    if not axes or not all(axes):
         raise RecipeError("the grid is empty; give a key and its values, such as train.optimizer.lr=0.01,0.1")
+    combinations = _combinations(axes, trials, search)
     base = read(recipe, method=method, sets=[*sets, *combinations[0]])
     held_out = _held_out(base, [*sets, *combinations[0]], own=stream is not None)
     name = f"{base.name.replace('/', '-')}-{file_name(base.method.name or 'parts')}-sweep"
     folder = Path(out) if out is not None else Path("runs") / name
     numbers, make = list(seeds) if seeds is not None else [base.seed], streams_of(stream)
-    found = [
-        new_job(
-            as_arguments(combination),
-            recipe,
-            folder / f"{folder_name(combination)}-{seed}",
-            method=method,
-            seed=seed,
-            sets=[*sets, *held_out.values(), *combination],
-            stream=make(seed),
-            scale=scale,
-        )
-        for combination in combinations
-        for seed in numbers
-    ]
+    proposing = None
+    if trials and search == "tpe":
+        proposing = Search([axis_of(axis) for axis in axes], trials, folder, jobs or AT_A_TIME)
+        combinations = proposing.asked
+
+    def of_cell(cell: Cell) -> list[GridJob]:
+        place, given = folder / folder_name(cell), [*sets, *held_out.values(), *cell]
+        how: dict[str, Any] = {"method": method, "sets": given, "scale": scale}
+        return [
+            new_job(as_arguments(cell), recipe, Path(f"{place}-{seed}"), seed=seed, stream=make(seed), **how)
+            for seed in numbers
+        ]
+
+    found = [job for combination in combinations for job in of_cell(combination)]
     added = ", ".join(held_out.values()) if held_out.keys() - {SPLIT} else ""
     varied = frozenset(".".join(parse_set(entry).key) for entry in combinations[0])
-    return Sweep(found, folder, numbers, base.name, "", varied, added)
+    return Sweep(found, folder, numbers, base.name, "", varied, added, of_cell, proposing)
+
+
+def _combinations(axes: Sequence[Sequence[str]], trials: int, search: str) -> list[Cell]:
+    """All combinations, or some at random."""
+    if search not in SEARCHES:
+        raise RecipeError(f"--search {search}: allowed are {', '.join(SEARCHES)}")
+    if trials:
+        return drawn([axis_of(axis) for axis in axes], trials)
+    ranges = [axis[0] for axis in axes if has_range(axis)]
+    if ranges:
+        raise RecipeError(f"--grid {ranges[0]}: of a range only some values can be tried; say how many: --trials 20")
+    if search != "random":
+        raise RecipeError(f"--search {search} needs --trials N")
+    return list(itertools.product(*axes))
 
 
 def _held_out(base: Recipe, sets: Sequence[str], own: bool) -> dict[str, str]:
