@@ -10,8 +10,7 @@ from typing import Any
 
 from everfed.errors import UserError
 from everfed.experiments.jobs import GridJob, Outcome
-from everfed.recipe import Places, Recipe, read
-from everfed.reports.groups import flat
+from everfed.recipe import Places, Recipe, flat, read
 from everfed.store.run import RunFolder
 
 # what may differ between runs of one table: it changes no number, or is what a row is about
