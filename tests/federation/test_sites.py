@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
 from everfed.federation.certificates import make_authority, make_client, make_server
+from everfed.federation.client import STEP_FAILED
 from everfed.federation.joining import Joining
 from everfed.federation.security import enrolled, read_security, register
 from everfed.federation.superlink import Settings, running
@@ -101,9 +102,9 @@ def test_a_site_whose_own_code_always_raises(tmp_path: Path) -> None:
         field.close()
     absent = [event["absent"] for event in events(out, "phase") if "absent" in event]
     assert absent and all(set(one) == {"1"} for one in absent)
-    assert absent[0]["1"] == "failed: given up after 2 tries: NoCamera: the camera is not plugged in"
+    assert absent[0]["1"] == f"failed: given up after 2 tries: {STEP_FAILED}"
     clients = status(out)["clients"]
-    assert [one["name"] for one in clients if "camera" in one["trouble"]] == ["site-1"]
+    assert [one["name"] for one in clients if STEP_FAILED in one["trouble"]] == ["site-1"]
     assert "NoCamera: the camera is not plugged in" in (tmp_path / "c1" / "worker.log").read_text()
 
 
