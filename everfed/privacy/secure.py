@@ -48,36 +48,34 @@ from everfed.method import (
     option,
 )
 from everfed.privacy import masking, shamir
-from everfed.privacy.bindings import (
+from everfed.privacy.encoding import Code, EncodingError, Form, encode, flat, form_of, form_to_text, is_finite
+from everfed.privacy.members import (
+    FEWEST,
     MASKS,
+    Members,
     ProtocolError,
+    as_sent,
+    by_client,
+    client_list,
     epoch_of,
     ledger_keys,
     letter_context,
     letter_secret,
     model_digest,
+    needed,
     place_of,
     private_keys,
     reply_digest,
     require_same_set,
-    unknown_members,
-    vote_secret,
-    vote_text,
-    with_new_keys,
-)
-from everfed.privacy.encoding import Code, EncodingError, Form, encode, flat, form_of, form_to_text, is_finite
-from everfed.privacy.members import (
-    FEWEST,
-    Members,
-    as_sent,
-    by_client,
-    client_list,
-    needed,
     set_text,
     sized,
     to_bytes,
     to_tensor,
+    unknown_members,
+    vote_secret,
+    vote_text,
     where,
+    with_new_keys,
 )
 
 NAME = "secure"

@@ -1,7 +1,7 @@
 """Secure aggregation on the server's side: wraps any engine and turns one exchange into five.
 
 Only keys, encrypted letters, masked vectors, votes and shares reach this process. What the runner receives is the sum.
-`secure_phase` decides who may be in a sum, `secure_sum` carries out one attempt at it.
+`secure_sum` decides who may be in a sum, and opens it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from everfed.errors import CompositionError
 from everfed.privacy.encoding import Sums
 from everfed.privacy.members import set_text
 from everfed.privacy.secure import NAME, SecureAggregation
-from everfed.privacy.secure_phase import SecurePhase
-from everfed.privacy.secure_sum import TooFewClients
+from everfed.privacy.secure_sum import SecurePhase, TooFewClients
 
 __all__ = ["Secured", "TooFewClients"]
 

@@ -29,11 +29,10 @@ from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet
 from everfed.federation.phase_options import PhaseOptions
 from everfed.privacy import masking, shamir
-from everfed.privacy.bindings import LETTERS
-from everfed.privacy.members import Members, by_client, needed
+from everfed.privacy.members import LETTERS, Members, by_client, needed
 from everfed.privacy.secure import SHARE, secured
 from everfed.privacy.secure_engine import Secured
-from everfed.privacy.secure_phase import SecurePhase
+from everfed.privacy.secure_sum import SecurePhase
 from tests.federation.field import outcome, simulated
 from tests.federation.loop import Loop, runtime
 from tests.federation.test_secure_attacks import exchanged

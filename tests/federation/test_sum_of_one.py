@@ -31,7 +31,7 @@ from everfed.federation.request import RECIPE, Answer, Request, fingerprint
 from everfed.methods import registry as methods
 from everfed.privacy.secure import MASK, secured
 from everfed.privacy.secure_engine import Secured, TooFewClients
-from everfed.privacy.secure_phase import SecurePhase
+from everfed.privacy.secure_sum import SecurePhase
 from everfed.store.clients import ClientStore
 from tests.federation.loop import Loop, runtime, site
 from tests.support.flaky import Flaky
