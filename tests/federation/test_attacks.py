@@ -109,7 +109,8 @@ def test_a_request_for_a_client_that_is_not_there_is_refused(tmp_path: Path) -> 
 
 
 def test_a_reply_larger_than_any_can_be_is_refused(tmp_path: Path, honest: Outcome) -> None:
-    size = largest_reply(BENCH.model())
+    setup = BENCH.setup()
+    size = largest_reply(setup, setup.method.train_phase(), BENCH.model())
 
     def swollen(reply: Packet) -> Packet:
         content = tree.from_bytes(reply.pieces["reply.0"])
