@@ -21,6 +21,7 @@ from everfed.core.message import MODEL, Model, State
 from everfed.core.optimizer import Optimizer, Scales
 from everfed.core.part import Part, overrides
 from everfed.core.replica import Gradient, Gradients, GraphCut, Replica, normalised_apart
+from everfed.core.step_state import Seen, changing, check_step, seen
 from everfed.core.tree import Tree
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Training:
         self.batches: dict[str, dict[str, Batch]] = {}
         self.handed: dict[str, dict[str, Tensor]] = {}
         self.cuts: list[GraphCut] = []  # between losses and the outputs of separate batches
+        self.checked = False  # did the first step keep to what steps may change?
         self._steps: dict[str, Step] = {}
         self._substeps: Substeps | None = None
         self._scales: tuple[Optimizer, Scales | None] | None = None
@@ -89,6 +91,17 @@ class Training:
         """Take the next minibatch and the parts' planned rows."""
         self.x, self.y, self.rows = x, y, rows
         self.batches, self.handed, self.cuts = {}, {}, []
+
+    def states(self, parts: Sequence[Part]) -> dict[str, Seen]:
+        """The states of the parts, as they are before a step."""
+        return {part.name: seen(self.of(part.name).state) for part in parts}
+
+    def check(self, parts: Sequence[Part], before: Mapping[str, Seen]) -> None:
+        """Raises CompositionError for what a step did to a state that would be lost; looked at after the first."""
+        allowed = changing(parts, self.state)
+        for part in parts:
+            check_step(part, before[part.name], self.of(part.name).state, allowed.get(part.name, {}))
+        self.checked = True
 
     def inputs(self, x: Tensor) -> Tensor:
         """Samples in storage form as network inputs."""
@@ -253,6 +266,7 @@ def train_step(
 ) -> Tensor:
     """Forward, loss terms, backward, gradient rules, optimiser, the parts' own updates; substeps before and after.
     Returns the loss of the step itself, detached."""
+    before = None if training.checked else training.states(parts)
     substeps = training.substeps(parts)
     for move in substeps.before:
         _substep(training, move, optimizer, moments, rate)
@@ -268,6 +282,8 @@ def train_step(
         _descend(training, parts, passes, optimizer, moments, rate)
     for move in substeps.after:
         _substep(training, move, optimizer, moments, rate)
+    if before is not None:
+        training.check(parts, before)
     return loss.detach()
 
 

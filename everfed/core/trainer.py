@@ -20,10 +20,11 @@ from everfed.core.handle import Client
 from everfed.core.layout import Layout
 from everfed.core.message import Model, State
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Part, Tables, overrides
+from everfed.core.part import Part, Tables
 from everfed.core.random import global_generators, seed_global
 from everfed.core.replica import Blueprint, Replica
 from everfed.core.step import Substeps, Training, train_step
+from everfed.core.step_state import private
 from everfed.core.stream import Stream, StreamView
 from everfed.core.tree import Tree, clone, on_device
 
@@ -324,18 +325,4 @@ def upload(plans: Mapping[str, Tables], device: torch.device) -> dict[str, dict[
     return {
         part: {name: torch.from_numpy(table.values).to(device, non_blocking=True) for name, table in own.items()}
         for part, own in plans.items()
-    }
-
-
-def private(parts: Sequence[Part], state: State) -> State:
-    """The state with copies of what steps change in place; the rest, which may be large, is shared."""
-    return {**state, **{name: {**state[name], **clone(own)} for name, own in changing(parts, state).items()}}
-
-
-def changing(parts: Sequence[Part], state: State) -> State:
-    """Of the state, what a training step changes in place."""
-    found = {part.name: part.changes for part in parts if part.name in state and overrides(part, "after")}
-    return {
-        name: {key: value for key, value in state[name].items() if changes is None or key in changes}
-        for name, changes in found.items()
     }
