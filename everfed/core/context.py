@@ -190,16 +190,16 @@ class Context:
         return self.trainer
 
     def history(self) -> list[Data]:
-        """The client's data of all earlier tasks, for parts that declare HISTORY."""
+        """The client's data of all earlier tasks, for parts that need HISTORY."""
         if self.past is None:
-            raise Hidden("the data of earlier tasks is gone; a part that needs it must declare 'history'")
+            raise Hidden("the data of earlier tasks is gone; a part that reads it needs HISTORY (`needs`)")
         return self.past()
 
     @property
     def held_out(self) -> HeldOut:
-        """The test sets, for scoring, and for parts that declare HELD_OUT."""
+        """The test sets, for scoring, and for parts that need HELD_OUT."""
         if self.tests is None:
-            raise Hidden("test sets are for scoring; a part that measures on them must declare 'held_out'")
+            raise Hidden("test sets are for scoring; a part that measures on them needs HELD_OUT (`needs`)")
         return self.tests
 
     def at(self, **changes: object) -> Context:
@@ -303,7 +303,7 @@ class Setup:
         if task is None or phase.name == EVALUATE:
             return self.facts.blank
         if client in place.plan.drifting:
-            return self.stream.data_in(client, place.round)
+            return self._checks.drifting(client, place.round, self.stream.data_in(client, place.round))
         return self._checks.training(client, task, self.stream.data(client, task))
 
     def _past(self, client: int, task: int | None) -> Callable[[], list[Data]] | None:

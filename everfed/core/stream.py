@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -27,6 +27,7 @@ from everfed.metrics.scores import score_value
 
 loss_kernel = load_kernels("everfed.kernels.loss")
 
+_IGNORED = -100  # the target that cross-entropy leaves out
 _TEST_SHARE = 0.1  # of the device memory that is free when the first test set is copied
 
 
@@ -259,20 +260,25 @@ def digest_of(text: str, *tensors: Tensor) -> str:
 
 
 class Checks:
-    """Looks once at everything that a stream of a user's own gives: numbers must be finite, and a client's sample ids
-    differ between tasks, since replay knows samples by them."""
+    """Looks once at all that a stream of a user's own gives: numbers must be finite, labels those of its classes,
+    and a sample id names one sample of a client, since replay knows samples by them."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self._seen: set[tuple[str, int | None, int]] = set()
-        self._ids: dict[int, dict[int, np.ndarray]] = {}
+        self._known: dict[int, dict[str, tuple[str, np.ndarray, Callable[[], Data]]]] = {}  # by client
 
     def training(self, client: int, task: int, data: Data) -> Data:
         """What a client sees in a task."""
         if self._is_new("train", client, task):
-            where = f"client {client}, task {task}"
-            self._check(data, where)
-            self._check_ids(client, task, data, where)
+            place = f"task {task}"
+            self._check_client(client, place, place, data, lambda: self.stream.data(client, task))
+        return data
+
+    def drifting(self, client: int, index: int, data: Data) -> Data:
+        """What a client that drifts sees in a round; its ids are compared with those of the round before."""
+        if self._is_new("round", client, index):
+            self._check_client(client, f"round {index}", "round", data, lambda: self.stream.data_in(client, index))
         return data
 
     def held_out(self, client: int | None, task: int, split: str, data: Data) -> Data:
@@ -281,10 +287,10 @@ class Checks:
             self._check(data, f"{split} samples of {'' if client is None else f'client {client}, '}task {task}")
         return data
 
-    def _is_new(self, kind: str, client: int | None, task: int) -> bool:
-        if self.stream.checked or (kind, client, task) in self._seen:
+    def _is_new(self, kind: str, client: int | None, place: int) -> bool:
+        if self.stream.checked or (kind, client, place) in self._seen:
             return False
-        self._seen.add((kind, client, task))
+        self._seen.add((kind, client, place))
         return True
 
     def _check(self, data: Data, where: str) -> None:
@@ -295,22 +301,30 @@ class Checks:
                     f"stream: {self.stream.name!r}, {where}: {name}{place} is {values[tuple(place)].item():g}, no "
                     "finite number; fill it in, or leave the sample out"
                 )
-
-    def _check_ids(self, client: int, task: int, data: Data, where: str) -> None:
-        earlier = self._ids.setdefault(client, {})
-        for other, ids in earlier.items():
-            common, here, there = np.intersect1d(data.ids, ids, return_indices=True)
-            if not len(common):
-                continue
-            now, before = data.take(here), self.stream.data(client, other).take(there)
-            same = (now.x == before.x).reshape(len(common), -1).all(1).numpy(force=True)
-            if not same.all():
+        if self.stream.score == "accuracy" and not data.y.dtype.is_floating_point:
+            wrong = ((data.y < 0) & (data.y != _IGNORED)) | (data.y >= self.stream.classes)
+            if bool(wrong.any()):
+                place = wrong.nonzero()[0].tolist()
                 raise SettingError(
-                    f"stream: {self.stream.name!r}, {where}: sample id {common[~same][0]} is another sample of task "
-                    f"{other}, and replay would take them for the same. Give every sample of a client an id of its "
-                    "own, such as ids + task * 1_000_000"
+                    f"stream: {self.stream.name!r}, {where}: the label y{place} is {data.y[tuple(place)].item()}; with "
+                    f"{self.stream.classes} classes labels are 0 to {self.stream.classes - 1}"
                 )
-        earlier[task] = data.ids
+
+    def _check_client(self, client: int, place: str, keep_as: str, data: Data, again: Callable[[], Data]) -> None:
+        where = f"client {client}, {place}"
+        self._check(data, where)
+        earlier = self._known.setdefault(client, {})
+        for other, ids, before in earlier.values():
+            common, here, there = np.intersect1d(data.ids, ids, return_indices=True)
+            differs = data.x[here] != before().x[there] if len(common) else torch.zeros(0)
+            if bool(differs.any()):
+                which = common[int(differs.nonzero()[0, 0])]
+                raise SettingError(
+                    f"stream: {self.stream.name!r}, {where}: sample id {which} is another sample of {other}, and "
+                    "replay would take them for the same. Give every sample of a client an id of its own, such as "
+                    f"ids + {place.split()[0]} * 1_000_000"
+                )
+        earlier[keep_as] = place, data.ids, again
 
 
 class Hidden(RuntimeError):
@@ -347,7 +361,7 @@ class StreamView:
         if name in self.__dict__.get("_known", ()):
             raise Hidden(
                 f"a part may not use {name!r} of the stream: what a client sees now comes to its hooks as `data`; one "
-                "that declares 'history' has ctx.history() for its earlier tasks, 'held_out' ctx.held_out to score on"
+                "that needs HISTORY has client.history() for its earlier tasks, one that needs HELD_OUT client.held_out"
             )
         raise AttributeError(f"this stream has no {name!r}")
 

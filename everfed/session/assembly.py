@@ -22,7 +22,7 @@ from everfed.core.metric import METRICS, Metric, Metrics
 from everfed.core.optimizer import Optimizer
 from everfed.core.stream import Stream, digest_of
 from everfed.data.sources import data_folder
-from everfed.errors import RecipeError, place_of
+from everfed.errors import RecipeError, SettingError, described, place_of
 from everfed.methods import monitor
 from everfed.methods import registry as methods
 from everfed.metrics.scores import METRICS as SHOWN
@@ -206,7 +206,32 @@ def _output_shape(kind: str, stream: Stream, module: nn.Module) -> tuple[int, ..
             f"model.kind = {kind!r} gives outputs of shape {tuple(outputs.shape)} for {len(sample)} samples of "
             f"{stream.classes} classes; it must be ({len(sample)}, {stream.classes})"
         )
+    if not stream.checked:
+        _check_score(stream, outputs, sample.y)
     return tuple(outputs.shape[1:])
+
+
+def _check_score(stream: Stream, outputs: Tensor, y: Tensor) -> None:
+    """Raises SettingError for a stream of a user's own whose score cannot be taken of its targets."""
+    if stream.score == "accuracy":
+        if y.dim() != 1 or y.dtype.is_floating_point:
+            raise SettingError(
+                f"stream: {stream.name!r} is scored by accuracy, which needs one class number a sample; its targets "
+                f"are {str(y.dtype).removeprefix('torch.')} of shape {tuple(y.shape)}. Set the stream's `score` to "
+                "another, such as 'mse', and define its `measure(outputs, y)`: how many samples, and the sum of "
+                "their scores"
+            )
+        return
+    try:
+        sums = stream.measure_all([outputs], y)
+        found = [stream.value(score, sums.tolist()) for score in (stream.score, *stream.also)]
+    except Exception as error:
+        raise SettingError(
+            f"stream: {stream.name!r} is scored by {stream.score}, but its `measure` fails on its first test samples: "
+            f"{described(error)}"
+        ) from error
+    if any(value is not None and not isinstance(value, float) for value in found):
+        raise SettingError(f"stream: {stream.name!r}: `value` must be a number or None; got {found}")
 
 
 def build_method(recipe: Recipe) -> Method:

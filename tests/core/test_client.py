@@ -193,7 +193,7 @@ def test_the_task_is_hidden_where_the_stream_hides_it() -> None:
 
 
 def test_the_past_is_gone_unless_a_part_declares_it() -> None:
-    with pytest.raises(Hidden, match="must declare 'history'"):
+    with pytest.raises(Hidden, match="needs HISTORY"):
         Bench().context(round_index=2).history()
     assert [len(data) for data in Bench("ideal").context(round_index=2).history()] == [12]
     assert Bench("ideal").context(round_index=0).history() == []

@@ -105,6 +105,108 @@ def test_the_same_sample_may_come_again() -> None:
     assert run(Recurring()).metrics["acc"] is not None
 
 
+# a client that drifts -------------------------------------------------------------------------------------------------
+class Turning(Mine):
+    """What a client sees changes with every round; apart: so do its ids."""
+
+    def round(self, index: int) -> RoundPlan:
+        return replace(super().round(index), drifting=frozenset((0, 1)))
+
+    def data_in(self, client: int, index: int) -> Data:
+        found = self.samples(3, client, index)
+        found = replace(found, ids=found.ids + index * COUNT * self.apart)
+        return self.damage(found) if (client, index) == (1, 1) else found
+
+
+def test_ids_that_recur_in_a_round_for_other_samples_are_refused() -> None:
+    said = r"client 0, round 1: sample id 0 is another sample of round 0.*such as ids \+ round \* 1_000_000"
+    with pytest.raises(UserError, match=said):
+        run(Turning(apart=False), "naive-uniform")
+    assert run(Turning()).metrics["acc"] is not None
+
+
+def test_one_of_many_recurring_ids_is_enough() -> None:
+    """Round 1 of client 1 has the ids of round 0 and its samples, but one."""
+
+    class Same(Turning):
+        def data_in(self, client: int, index: int) -> Data:
+            found = super().data_in(client, 0)
+            return replace(found, x=found.x + (torch.arange(COUNT) == 7)[:, None]) if index == 1 else found
+
+    with pytest.raises(UserError, match="client 0, round 1: sample id 7 is another sample of round 0"):
+        run(Same())
+
+
+def test_numbers_and_labels_of_a_round_are_looked_at() -> None:
+    with pytest.raises(UserError, match=r"'mine', client 1, round 1: x\[5, 2\] is nan, no finite number"):
+        run(Turning(holed(float("nan"))))
+    with pytest.raises(UserError, match=r"client 1, round 1: the label y\[5\] is 3; with 3 classes labels are 0 to 2"):
+        run(Turning(labelled(3)))
+
+
+def labelled(label: int) -> Damage:
+    def damage(data: Data) -> Data:
+        return replace(data, y=torch.where(torch.arange(COUNT) == 5, label, data.y))
+
+    return damage
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_that_is_no_class_is_refused(label: int) -> None:
+    with pytest.raises(UserError, match=rf"client 1, task 1: the label y\[5\] is {label}; with 3 classes"):
+        run(Mine(labelled(label)))
+
+
+# what a stream is scored by -------------------------------------------------------------------------------------------
+class Numbers(Mine):
+    """Targets are numbers, and the loss is their squared error: as an author writes it before he thinks of scores."""
+
+    def samples(self, *key: int) -> Data:
+        found = super().samples(*key)
+        return replace(found, y=found.x[:, :1].expand(-1, CLASSES).clone())
+
+    def loss(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (outputs - y).square().mean()
+
+
+class Scored(Numbers):
+    score = "mse"
+
+
+class Measured(Scored):
+    def measure(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([len(y), float((outputs - y).square().sum())], dtype=torch.float64)
+
+
+class TwoScores(Measured):
+    also = ("r2",)
+
+
+@pytest.mark.parametrize(
+    ("stream", "said"),
+    [
+        (
+            Numbers(),
+            r"scored by accuracy.*are float32 of shape \(2, 3\).*`score`.*'mse'.*`measure\(outputs, y\)`",
+        ),
+        (Scored(), "scored by mse, but its `measure` fails.*NotImplementedError: .* it must define measure"),
+        (TwoScores(), "scored by mse, but its `measure` fails on its first test samples: IndexError"),
+    ],
+    ids=["no score", "no measure", "a sum is missing"],
+)
+def test_a_score_that_does_not_fit_is_refused_before_the_run(
+    stream: Stream, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Mine, "data", lambda *_: pytest.fail("a client trains"))
+    with pytest.raises(UserError, match=said):
+        run(stream)
+
+
+def test_a_score_that_fits_is_taken() -> None:
+    assert run(Measured()).data["score"] == "mse"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 def test_a_good_stream_runs_and_replays() -> None:
     assert run(Mine(), "naive-uniform").data["cost"]["samples"] > run(Mine()).data["cost"]["samples"]
 
