@@ -115,8 +115,9 @@ def _require_allowed(module: str, attribute: str, name: str, key: str) -> None:
         return
     if not any(module == one or module.startswith(f"{one}.") for one in allowed):
         raise NotAllowed(
-            f"{key} = {name!r}: the module {module!r} is not allowed here (policy code of `everfed join`; "
-            "allow_code of everfed.load and `everfed export`)"
+            f"{key} = {name!r}: the module {module!r} is not allowed here, since its code would run. If you trust it, "
+            f"name it: everfed.load(folder, allow_code=[{module!r}]), `everfed export --allow-code {module}`, `code` "
+            "in the policy of `everfed join`"
         )
 
 
@@ -151,7 +152,8 @@ def current_name(name: str) -> str:
 
 
 def load_object(name: str, key: str) -> Any:
-    """The object called `name`; `key` is the recipe key that holds it. The current folder is searched too."""
+    """The object called `name`; `key` is the recipe key that holds it. The current folder is searched too; the recipe's
+    is not."""
     module_name, _, attribute = current_name(name).partition(":")
     if not module_name or not attribute:
         raise NameProblem(f"{key} must look like package.module:Name; got {name!r}")
@@ -162,7 +164,10 @@ def load_object(name: str, key: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise NameProblem(f"{key} = {name!r}: module {module_name!r} cannot be imported: {error}") from error
+        absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        where = f"it is neither in the current folder, {here}, nor in PYTHONPATH, nor installed"
+        why = where if absent else str(error)
+        raise NameProblem(f"{key} = {name!r}: module {module_name!r} cannot be imported: {why}") from error
     if not hasattr(module, attribute):
         public = ", ".join(n for n in dir(module) if not n.startswith("_"))
         raise NameProblem(f"{key} = {name!r}: module {module_name!r} has no {attribute!r}; it has {public}")

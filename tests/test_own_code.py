@@ -29,7 +29,7 @@ from everfed.methods.replay.herding import Herding
 from everfed.methods.replay.memory import Memory, Policy, Pool
 from everfed.methods.replay.sample_gradients import GradientOptions
 from everfed.recipe import from_table, read, to_toml
-from everfed.recipe.reading import named
+from everfed.recipe.objects import named
 from everfed.streams import from_arrays
 from tests.support.child import Child
 

@@ -205,3 +205,51 @@ def test_a_method_that_diverges_is_said_to_in_the_table() -> None:
         (line,) = [line for line in text.splitlines() if line.startswith("| fedavg")]
         assert [cell.strip() for cell in line.split("|")[2:4]] == ["0/1, diverged", "diverged"]
     assert rows("c")["fedavg"]["runs"][0]["diverged"] is True
+
+
+def test_sets_take_parts_and_classes(work: Path) -> None:
+    """As an author has them at hand in Python: a part with options, a part's class, a class of a policy."""
+    from day_part import Clip  # type: ignore[import-not-found]
+
+    from everfed.methods.replay.herding import Herding
+
+    small = {**TINY, "train": {"rounds_per_task": 1}}
+    everfed.run(small, "r", sets={"method.parts": ["fedavg", Clip(norm=0.5)]}, progress=False)
+    assert recipe_of("r").method.parts == ["fedavg", {"part": "day_part:Clip", "norm": 0.5}]
+    assert everfed.read_recipe(small, sets={"method.parts": Clip}).method.parts == ["fedavg", "day_part:Clip"]
+    chosen = everfed.read_recipe(small, method="er", sets={"method.memory.policy": Herding})
+    assert chosen.method.model_extra == {"memory": {"policy": "everfed.methods.replay.herding:Herding"}}
+    found = everfed.compare(small, ["er"], out="c", sets={"method.memory.policy": Herding}, progress=False)
+    assert found.best == "er"
+    with pytest.raises(everfed.RecipeError, match="sets: train.batch_size: a recipe holds text, numbers, lists and"):
+        everfed.run(small, sets={"train.batch_size": object()})
+
+
+def test_a_part_alone_has_one_name_from_python_and_the_command_line() -> None:
+    from day_part import Clip
+
+    for part in (Clip, Clip(), "day_part:Clip"):
+        assert set(everfed.compare(TINY, [part], out="c", progress=False).results) == {"day_part:Clip"}
+    assert set(everfed.compare(TINY, [Clip(norm=2.0)], out="d", progress=False).results) == {"fedavg+clip"}
+
+
+def test_a_wrong_name_of_ones_own_says_how_to_write_it(work: Path) -> None:
+    said = says("run", "day.toml", "--method", "fedavg+er+day_part:Clip", code=2)
+    assert "'day_part:Clip' stands on top of fedavg by itself, and `fedgp+day_part:Clip` has FedGP on top" in said
+    assert 'method.parts = ["fedavg", "er", "day_part:Clip"]' in said
+    said = says("run", "day.toml", "--method", "elsewhere:Clip", code=2)
+    assert f"it is neither in the current folder, {work}, nor in PYTHONPATH, nor installed" in said
+    Path("broken_part.py").write_text("import no_such_library")
+    said = says("run", "day.toml", "--method", "broken_part:Clip", code=2)
+    assert "module 'broken_part' cannot be imported: No module named 'no_such_library'" in said
+
+
+def test_a_folder_with_ones_own_code_says_what_to_allow() -> None:
+    Path("day_part.py").write_text(
+        f"{PART}\nfrom torch import nn\ndef net(shape, classes):\n    return nn.Sequential("
+        "nn.Flatten(), nn.Linear(shape[-1] ** 2, classes))\n"
+    )
+    everfed.run("day.toml", out="r", sets={"model.kind": "day_part:net"}, progress=False)
+    with pytest.raises(everfed.UserError, match=r"everfed.load\(folder, allow_code=\['day_part'\]\)"):
+        everfed.load("r")
+    assert everfed.load("r", allow_code=["day_part"]).result["method"] == "mine"

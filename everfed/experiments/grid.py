@@ -206,7 +206,14 @@ def _named_method(entry: Any) -> Iterator[tuple[str, list[str]]]:
         from everfed.methods import registry
 
         parts = composition(entry)
-        yield registry.build(parts=parts).name, as_entries({"method.parts": parts})
+        alone = "" if isinstance(entry, list | tuple) else _own_name(parts[-1])
+        yield (alone, []) if alone else (registry.build(parts=parts).name, as_entries({"method.parts": parts}))
+
+
+def _own_name(part: Any) -> str:
+    """`package.module:Name` of a user's own part without options, by which `--methods` would name it; else ""."""
+    path = part if isinstance(part, str) else part["part"] if part.keys() == {"part"} else ""
+    return "" if path.startswith("everfed.") else path
 
 
 def file_name(method: str) -> str:

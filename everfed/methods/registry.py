@@ -7,6 +7,7 @@ Light to import: parts, and torch with them, are imported when a method is built
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -273,6 +274,12 @@ def _own_parts(name: str) -> list[Entry]:
     """The parts of a method of a user's own, `package.module:Name`. `fedgp+` before it adds FedGP, with a memory where
     there is none."""
     path = name.removeprefix("fedgp+")
+    if "+" in path:
+        own = path.rpartition("+")[2]
+        raise MethodError(
+            f"method.name: {name!r} is no method. {own!r} stands on top of fedavg by itself, and `fedgp+{own}` has "
+            f"FedGP on top; anything else is a list: method.parts = {json.dumps(path.split('+'))}"
+        )
     found = load_object(path, "method.name")
     parts = entries(found)
     if parts is None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from everfed.recipe.objects import Parts, composition
 from everfed.recipe.problems import Places, placed
 from everfed.recipe.reading import (
-    Parts,
     Reading,
     Source,
-    composition,
     from_table,
     read,
     read_placed,

@@ -11,6 +11,7 @@ from typing import Any
 
 from everfed.errors import RecipeError
 from everfed.methods.registry import canonical
+from everfed.recipe.objects import named_value
 from everfed.recipe.problems import Key, split_key
 from everfed.recipe.schema import MethodSection
 
@@ -31,7 +32,8 @@ def overrides(method: str | None, seed: int | None, sets: Sets) -> list[Override
     if isinstance(sets, str):
         raise RecipeError(f"sets is a list of key=value, or a dict; got the text {sets!r}")
     if isinstance(sets, Mapping):
-        found = [_set(key, value, f"--set {key}={_as_value(value)}") for key, value in sets.items()]
+        named = {key: named_value(split_key(key), value) for key, value in sets.items()}
+        found = [_set(key, value, f"--set {_entry(key, value)}") for key, value in named.items()]
     else:
         found = [parse_set(entry) for entry in sets]
     if method is not None:
@@ -105,13 +107,16 @@ def as_entries(sets: Sets) -> list[str]:
     """Settings as `--set` takes them."""
     if not isinstance(sets, Mapping):
         return list(sets)
-    return [f"{key}={_as_value(value)}" for key, value in sets.items()]
+    return [_entry(key, named_value(split_key(key), value)) for key, value in sets.items()]
 
 
-def _as_value(value: Any) -> str:
-    """A value as `--set` takes it: a bare word, or TOML in one line."""
+def _entry(key: str, value: Any) -> str:
+    """A setting as `--set` takes it: its value a bare word, or TOML in one line."""
     word = isinstance(value, str) and value.replace("-", "_").isidentifier()
-    return str(value) if word else _toml(value)
+    try:
+        return f"{key}={value if word else _toml(value)}"
+    except TypeError as error:
+        raise RecipeError(f"sets: {key}: a recipe holds text, numbers, lists and tables; got {value!r}") from error
 
 
 def _toml(value: Any) -> str:
