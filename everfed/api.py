@@ -270,7 +270,10 @@ def reassemble(
     changes |= {key: settings[key] for key in ("memory_format",) if key in settings}
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update=changes)})
     if settings.get("own_stream") and stream is None:
-        raise RunError(f"{folder.path} ran on a stream made in Python; pass the same stream again")
+        raise RunError(
+            f"{folder.path} ran on a stream made in Python; pass the same stream again, from Python: "
+            f"everfed.resume({str(folder.path)!r}, stream=...)"
+        )
     if stream is not None:
         _require_same_stream(folder, recipe, stream)
     if recipe.model.kind.startswith(IN_PYTHON):

@@ -327,7 +327,7 @@ def test_a_run_on_own_arrays_can_be_resumed_and_loaded(work: Path) -> None:
     whole = everfed.run(recipe(), "whole", stream=own_stream())
     with pytest.raises(KeyboardInterrupt):
         everfed.run(recipe(), "mine", stream=own_stream(), observers=[stop], checkpoint_every=0.0)
-    with pytest.raises(everfed.UserError, match="pass the same stream again"):
+    with pytest.raises(everfed.UserError, match=r"same stream again, from Python: everfed.resume\('mine', stream="):
         everfed.resume("mine")
     assert everfed.resume("mine", stream=own_stream()).metrics == whole.metrics
     assert (work / "mine/model.safetensors").read_bytes() == (work / "whole/model.safetensors").read_bytes()

@@ -253,3 +253,63 @@ def test_a_folder_with_ones_own_code_says_what_to_allow() -> None:
     with pytest.raises(everfed.UserError, match=r"everfed.load\(folder, allow_code=\['day_part'\]\)"):
         everfed.load("r")
     assert everfed.load("r", allow_code=["day_part"]).result["method"] == "mine"
+
+
+# messages that an author meets ----------------------------------------------------------------------------------------
+REPORTS = """
+from dataclasses import dataclass
+from everfed.method import Mean, Part
+
+@dataclass(frozen=True)
+class Tells(Part):
+    reply_as: str = "share"
+    name = "tells"
+
+    def reply(self, client):
+        return {self.reply_as: 1.0 * client.id}
+
+    def reducers(self):
+        return {"share": Mean()}
+
+    def update(self, server):
+        server.report("share", server.reduced["share"] + server.round)
+"""
+
+
+def test_reported_numbers_are_columns_of_the_history(work: Path) -> None:
+    (work / "telling.py").write_text(REPORTS)
+    found = everfed.run("day.toml", method="telling:Tells", progress=False)
+    history = found.history
+    assert list(history["tells: share"]) == [0.5, 1.5]  # the mean of clients 0 and 1, and the round
+
+
+def test_a_reply_without_a_reducer_says_where_to_declare_it(work: Path) -> None:
+    (work / "telling.py").write_text(REPORTS)
+    said = says("run", "day.toml", "--set", "method.parts=['fedavg', {part='telling:Tells', reply_as='other'}]", code=2)
+    assert "part 'tells' replied 'other' and declares no reducer for it: name it in its reducers()" in said
+    assert "Phase(reduce={'other': Mean()}" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--set", "memory.policy=herding"), "memory is not a key. Did you mean method.memory?"),
+        (("--method", "der", "--set", "method.memory.logits=false"), "set method.memory.logits = true"),
+        (
+            ("--set", "method.parts=['fedavg', {part='day_part:Clip', norm=-1}]"),
+            "--set method.parts=['fedavg', {part='day_part:Clip', norm=-1}]: method.clip.norm must be positive",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_blamed_where_it_was_set(arguments: tuple[str, ...], said: str) -> None:
+    assert said in says("run", "demo", *arguments, code=2)
+
+
+def test_options_of_a_comparison_need_no_list_of_methods(work: Path) -> None:
+    """The methods come from the command line, and what one alone is compared with from the recipe."""
+    text = RECIPE.replace('methods = ["fedavg", "mine"]', "[compare.options]\nfedprox = ['method.fedprox.mu=0.5']")
+    (work / "day.toml").write_text(text)
+    says("compare", "day.toml", "--methods", "fedavg,fedprox", "--out", "c")
+    extra = recipe_of("c/fedprox-0").method.model_extra
+    assert extra is not None and extra["fedprox"] == {"mu": 0.5}
+    assert "compare.methods is missing; or name them with --methods" in says("compare", "day.toml", code=2)

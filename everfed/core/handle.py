@@ -299,7 +299,8 @@ class Server(Handle):
         self.reports: dict[str, float] = {}
 
     def report(self, name: str, value: float | Tensor) -> None:
-        """A number, or a tensor of one element, for the run's events, result and report; it changes nothing."""
+        """A number, or a tensor of one element, for the run's events, `result.history` and report; it
+        changes nothing."""
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 shape = tuple(value.shape)

@@ -21,6 +21,7 @@ from torch import Tensor
 from everfed.core.message import Values
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
+from everfed.errors import CompositionError
 
 if TYPE_CHECKING:
     from everfed.core.context import Facts
@@ -262,7 +263,10 @@ class Reduction:
                 if value is None:
                     continue
                 if name not in self.under_way.get(part, {}):
-                    raise KeyError(f"part {part!r} replied {name!r} but declares no reducer for it")
+                    raise CompositionError(
+                        f"part {part!r} replied {name!r} and declares no reducer for it: name it in its reducers(), or "
+                        f"for a phase of its own in Phase(reduce={{{name!r}: Mean()}}, ...)"
+                    )
                 self.under_way[part][name].add(client, value, weight)
 
     def weights(self) -> dict[str, dict[str, float]]:

@@ -189,6 +189,8 @@ def _methods(methods: Methods | None, recipe: Recipe) -> dict[str, list[str]]:
         raise RecipeError(f"{recipe.name} has no [compare] table; name the methods with --methods fedavg,der,...")
     if methods is None and recipe.compare is not None:
         methods = recipe.compare.methods
+        if not methods:
+            raise RecipeError(f"{recipe.name}: compare.methods is missing; or name them with --methods fedavg,der,...")
     if isinstance(methods, str):
         methods = split_names(methods)
     if not methods:

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from everfed.errors import RecipeError, SettingError, UserError, is_user_error
+from everfed.methods.registry import PARTS
 from everfed.recipe.schema import Recipe
 
 Key = tuple[str, ...]
@@ -59,8 +60,9 @@ def key_of_message(message: str) -> Key:
 
 
 def _outwards(key: Key) -> Iterable[Key]:
-    """The key, then the tables around it, the nearest first."""
-    return (key[:length] for length in range(len(key), 0, -1))
+    """The key, then the tables around it, the nearest first; a part's options may stand in the list of parts."""
+    around = [key[:length] for length in range(len(key), 0, -1)]
+    return [*around[:-1], ("method", "parts"), ("method",)] if key[:1] == ("method",) and key[1:] else around
 
 
 def _lines(text: str) -> dict[Key, int]:
@@ -147,7 +149,7 @@ def _sentence(found: Any) -> str:
     name = ".".join(key)
     if kind == "extra_forbidden":
         allowed = _keys_beside(key)
-        hint = suggestion(key[-1], allowed) or _elsewhere(key[-1])
+        hint = _part_options(key) or suggestion(key[-1], allowed) or _elsewhere(key[-1])
         return f"{name} is not a key.{hint} Allowed: {', '.join(allowed)}"
     if kind == "missing":
         return f"{name} is missing{_remedy(key)}"
@@ -181,6 +183,11 @@ def _keys_beside(key: Key) -> list[str]:
     for name in key[:-1]:
         section = _model_in(section.model_fields[name].annotation)
     return list(section.model_fields)
+
+
+def _part_options(key: Key) -> str:
+    """` Did you mean ...?`, where the options of a part stand beside [method], not in it."""
+    return f" Did you mean method.{key[0]}?" if len(key) == 1 and key[0] in PARTS else ""
 
 
 def _elsewhere(name: str) -> str:

@@ -255,14 +255,14 @@ class CompareSection(Section):
     options: {method: settings that it alone is run with, as `--set` takes them}.
     """
 
-    methods: list[str] = Field(min_length=1)
+    methods: list[str] = []  # none: those of the command line
     seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
     options: dict[str, list[str]] = {}
 
     @model_validator(mode="after")
     def _options_of_its_methods(self) -> CompareSection:
         for method, settings in self.options.items():
-            if method not in self.methods:
+            if self.methods and method not in self.methods:
                 raise ValueError(f"options.{method}: not among methods = {self.methods}")
             for entry in settings:
                 if "=" not in entry:

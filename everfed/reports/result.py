@@ -32,8 +32,8 @@ class Result:
 
     @property
     def history(self) -> Any:
-        """A row for every round: task, loss, score, bytes, seconds. A pandas frame; a list of dicts without pandas.
-        Rounds and tasks count from 1, as in the terminal and the report."""
+        """A row for every round: task, loss, score, bytes, seconds, and what parts reported, as "part: name". A pandas
+        frame; a list of dicts without pandas. Rounds and tasks count from 1, as in the terminal and the report."""
         from everfed.reports.read import read_run
 
         run = read_run(self.folder)
@@ -47,6 +47,9 @@ class Result:
         for scored in run.evaluations():
             if scored.round in rows:
                 rows[scored.round][run.score] = scored.score
+        for name, reported in run.log.measures.items():
+            for index, row in rows.items():
+                row[name] = reported.get(index)
         return as_frame([rows[number] for number in sorted(rows)], "round")
 
     @property

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everfed.core.phase import Collect, Mean, Reducer, Reduction, Sum
+from everfed.errors import CompositionError
 
 vectors = st.lists(st.floats(-1e3, 1e3, width=32), min_size=3, max_size=3).map(torch.tensor)
 
@@ -118,5 +119,9 @@ def test_a_phase_reduces_by_part_and_key() -> None:
 
 @pytest.mark.parametrize("reply", [{"a": {"z": 1.0}}, {"c": {"x": 1.0}}])
 def test_a_reply_without_a_reducer_is_an_error(reply: dict[str, dict[str, float]]) -> None:
-    with pytest.raises(KeyError, match="declares no reducer"):
+    name = next(iter(next(iter(reply.values()))))
+    said = (
+        rf"replied '{name}' and declares no reducer .* reducers\(\), .* Phase\(reduce=\{{'{name}': Mean\(\)\}}"
+    )
+    with pytest.raises(CompositionError, match=said):
         Reduction({"a": {"x": Mean()}}).add(0, reply, 1.0)

@@ -30,7 +30,7 @@ class DER(Part):
     def check(self, parts, optimizer):
         buffer = next(part for part in parts if isinstance(part, memory.Memory))
         if not buffer.logits:
-            raise CompositionError(f"part {self.name!r} needs the stored outputs: set memory.logits = true")
+            raise CompositionError(f"part {self.name!r} needs the stored outputs: set method.memory.logits = true")
 
     def plan(self, client: Client, schedule: Schedule):
         return {"rows": memory.replay_rows(client, self.batch, self.name)}
