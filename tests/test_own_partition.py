@@ -302,3 +302,21 @@ def test_there_are_as_many_tasks_as_domains() -> None:
     assert streams.build(options, seed=0, rounds_per_task=1).tasks == 3
     assert streams.build({**options, "domains": ["pen", "ink"]}, seed=0, rounds_per_task=1).tasks == 2
     assert streams.build({**options, "tasks": 1}, seed=0, rounds_per_task=1).tasks == 1
+
+
+def test_a_column_of_numbers_that_is_called_like_a_client_is_a_feature_with_a_warning() -> None:
+    """Only where its numbers are whole, and where it is not the partition's column."""
+    rows = [f"{n % 3},{n % 2 + 0.5},{n},{n % 4}" for n in range(120)]
+    Path("clinic.csv").write_text("\n".join(["site,user,age,label", *rows]))
+    options = {"dataset": "clinic.csv", "scenario": "domain-incremental", "transform": "permute", "clients": 3}
+    heard: list[str] = []
+
+    def hear(event: dict[str, Any]) -> None:
+        heard.extend([event["message"]] if event["event"] == "warning" else [])
+
+    recipe = {"name": "warned", "model": {"kind": "mlp"}, "engine": {"kind": "eager"}, "method": {"name": "fedavg"}}
+    everfed.run({**recipe, "stream": options, "train": {"rounds_per_task": 1}}, observers=[hear], progress=False)
+    (said,) = [line for line in heard if "column" in line]
+    assert said.startswith("the column 'site' is a feature like all others; if it says whose a sample is, set stream.")
+    own = made({**options, "partition": {"kind": "column", "column": "site"}})
+    assert own.warnings == () and own.input_shape == (2,)

@@ -30,6 +30,7 @@ class Source:
     or 1, for several labels a sample; (n, classes) float32 for regression. So `classes` is the width of the head.
     origin: where the data came from, for reports. encoder: what made features of texts; "" where nothing did. columns:
     further facts of the samples of both parts, (n,) numbers or words, by which clients and tasks may be told apart.
+    warnings: told when a run starts.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Source:
     encoder: str = ""
     targets: str = CLASSES
     columns: Columns = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_pair(self.name, "train", self.x_train, self.y_train)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from everfed.data.formats import Arrays, read_npz, split_arrays
 from everfed.data.image_folder import read_image_folder
 from everfed.data.sites import read_sites
 from everfed.data.source import Source, make_source
-from everfed.data.tables import FILE, FOLDER, read_table
+from everfed.data.tables import FILE, FOLDER, read_table, warnings_about
 from everfed.data.tables import SUFFIXES as TABLES
 from everfed.data.texts import KNOWN as KNOWN_TEXTS
 from everfed.data.texts import is_text, load_texts
@@ -160,7 +160,8 @@ def _from_arrays(
     names, origin = arrays.class_names, str(path.absolute())
     try:
         more: dict[str, Any] = {"classes": classes, "label_kind": label_kind, "columns": arrays.columns}
-        return make_source(name, *arrays[:4], class_names=names, origin=origin, **more)
+        source = make_source(name, *arrays[:4], class_names=names, origin=origin, **more)
+        return replace(source, warnings=warnings_about(arrays))
     except DataError as problem:
         raise DataError(f"{path}: {problem}") from problem
 

@@ -14,6 +14,7 @@ from everfed.data.formats import Arrays, split_arrays
 SUFFIXES = (".csv", ".tsv", ".parquet")
 LABELS = ("label", "labels", "target", "class", "y")  # names of the label column, whatever their case
 FILE, FOLDER = "file", "folder"  # columns that a folder of tables, or of folders of images, has
+WHOSE = ("client", "client_id", "site", "site_id", "user", "user_id", "device", "device_id", "hospital", "subject")
 SPLIT, PARTS = "split", ("train", "test")  # a column that says which rows are for testing
 MISSING = ("", "na", "n/a", "#n/a", "nan", "null")  # how files write that there is no value
 Columns = dict[str, np.ndarray]  # text, or numbers
@@ -44,6 +45,17 @@ def read_table(path: Path, label: str | None = None, aside: Collection[str] = ()
     train = split.astype(str) == PARTS[0]
     parted = {key: (values[train], values[~train]) for key, values in others.items()}
     return Arrays(x[train], y[train], x[~train], y[~train], None, parted, tuple(columns))
+
+
+def warnings_about(arrays: Arrays) -> tuple[str, ...]:
+    """What is probably no feature of a table: whole numbers in a column that is called like a client."""
+    named = [(place, name) for place, name in enumerate(arrays.features) if name.lower() in WHOSE]
+    return tuple(
+        f"the column {name!r} is a feature like all others; if it says whose a sample is, set stream.partition = "
+        f"{{ kind = 'column', column = '{name}' }}"
+        for place, name in named
+        if (arrays.x_train[:, place] == np.rint(arrays.x_train[:, place])).all()
+    )
 
 
 def numbers_or_words(values: np.ndarray) -> np.ndarray:

@@ -79,7 +79,7 @@ def announce(notify: Observer, run: Run, state: RunState | None) -> None:
             **so_far,
         }
     )
-    for warning in run.method.warnings:
+    for warning in (*run.method.warnings, *stream.warnings):
         notify({"event": "warning", "message": warning})
 
 

@@ -97,7 +97,7 @@ class IncrementalStream(ByObjective, PlannedStream):
         options = self.options
         _check_augment(options.augment, source)
         self.source, self.classes, self.input_shape = source, source.classes, tuple(source.x_train.shape[1:])
-        self.class_names = source.class_names
+        self.class_names, self.warnings = source.class_names, source.warnings
         self.name = f"{source.name}-{self.scenario}"
         if self._chain is not None:
             self.colour_draws = self._chain.colour_draws

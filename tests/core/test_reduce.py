@@ -120,8 +120,6 @@ def test_a_phase_reduces_by_part_and_key() -> None:
 @pytest.mark.parametrize("reply", [{"a": {"z": 1.0}}, {"c": {"x": 1.0}}])
 def test_a_reply_without_a_reducer_is_an_error(reply: dict[str, dict[str, float]]) -> None:
     name = next(iter(next(iter(reply.values()))))
-    said = (
-        rf"replied '{name}' and declares no reducer .* reducers\(\), .* Phase\(reduce=\{{'{name}': Mean\(\)\}}"
-    )
+    said = rf"replied '{name}' and declares no reducer .* reducers\(\), .* Phase\(reduce=\{{'{name}': Mean\(\)\}}"
     with pytest.raises(CompositionError, match=said):
         Reduction({"a": {"x": Mean()}}).add(0, reply, 1.0)
