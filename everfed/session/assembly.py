@@ -230,7 +230,7 @@ def _check_score(stream: Stream, outputs: Tensor, y: Tensor) -> None:
             f"stream: {stream.name!r} is scored by {stream.score}, but its `measure` fails on its first test samples: "
             f"{described(error)}"
         ) from error
-    if any(value is not None and not isinstance(value, float) for value in found):
+    if any(value is not None and not isinstance(value, int | float) for value in found):
         raise SettingError(f"stream: {stream.name!r}: `value` must be a number or None; got {found}")
 
 
