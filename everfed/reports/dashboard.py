@@ -23,12 +23,12 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 
 from everfed.errors import UserError
 from everfed.metrics.scores import PERCENT, score_of
-from everfed.reports import charts, figures, html, series
+from everfed.reports import charts, figures, html, series, sweeps
 from everfed.reports.charts import PieceColours
 from everfed.reports.colours import Colours, variables
 from everfed.reports.figures import View
 from everfed.reports.formats import Html, join, tag
-from everfed.reports.groups import assigned, dataset, differing, facts, grouped, short_key
+from everfed.reports.groups import SeedGroup, assigned, dataset, differing, facts, grouped, short_key
 from everfed.reports.read import DEPTH, LoggedRun, StoredResult, read_recipe, read_result, read_run, read_settings
 from everfed.store.event_log import Tail
 from everfed.store.files import write_atomic
@@ -296,6 +296,7 @@ MOST_REPORTED = 100  # runs in one report
 POINTS_DRAWN = 40_000  # of all curves of a comparison together
 HEARTBEAT = 15.0  # seconds after which a connection without updates gets a comment line
 BY = ("method", "run")
+OPTIONS = "options"  # of a sweep, in place of curves
 
 
 class NoRun(LookupError):
@@ -351,8 +352,17 @@ class Dashboard:
     def _drawn(self, name: str, runs: Sequence[LoggedRun], kinds: Sequence[str], view: View) -> Html:
         grouping = grouped(runs, self.colours)
         groups, notes = grouping.groups, [tag("p", note, class_="note") for note in grouping.notes]
-        drawn = figures.panels(kinds, groups, view) if len(kinds) > 1 else figures.curve(kinds[0], groups, view)
+        drawn = self._figures(kinds, groups, view)
         return tag("section", tag("h3", name, class_="data-name") if name else None, drawn, *notes, class_="data-set")
+
+    def _figures(self, kinds: Sequence[str], groups: Sequence[SeedGroup], view: View) -> Html:
+        if len(kinds) > 1:
+            return figures.panels(kinds, groups, view)
+        if kinds[0] != OPTIONS:
+            return figures.curve(kinds[0], groups, view)
+        found = sweeps.figures(groups, self.pieces)
+        none = f"No method has {sweeps.FEWEST} runs here that differ in an option and have a score."
+        return tag("div", *found, class_="two") if found else charts.missing("Options and score", none, OPTIONS)
 
     def run(self, name: str) -> dict[str, Any]:
         """One run in full: its summary, and sections of HTML by name, so that a page can replace what changed."""
@@ -400,13 +410,15 @@ class Dashboard:
             "memory": figures.memory(groups, self.pieces),
             "buffers": figures.buffers(run),
             "measured": join(*figures.measured(groups)),
+            "log": html.log(run, self.index.guard.open),
             "recipe": html.recipe(run),
         }
         return {name: text for name, text in sections.items() if text and not charts.is_missing(text)}
 
 
 def _check(kinds: Sequence[str], view: View) -> None:
-    allowed = (("what", kinds, figures.CURVES), ("by", [view.by], BY), ("x", [view.along], figures.ALONG))
+    whats = (*figures.CURVES, *([OPTIONS] if len(kinds) == 1 else []))
+    allowed = (("what", kinds, whats), ("by", [view.by], BY), ("x", [view.along], figures.ALONG))
     for name, given, known in allowed:
         for value in given:
             if value not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,16 +16,17 @@ from everfed import __version__
 from everfed.core.spans import NAMED, spans
 from everfed.errors import UserError
 from everfed.metrics.scores import score_of
-from everfed.reports import figures, formats, paper, tables
+from everfed.reports import figures, formats, paper, sweeps, tables
 from everfed.reports.charts import PieceColours
 from everfed.reports.colours import Colours, variables
-from everfed.reports.formats import Html, join, tag
+from everfed.reports.formats import NOTHING, Html, join, tag
 from everfed.reports.groups import SeedGroup, StreamRuns, by_stream
 from everfed.reports.paper import file_name
 from everfed.reports.read import LoggedRun, read_runs
 from everfed.reports.tables import Column, ReportTable, to_csv, to_latex, to_markdown
-from everfed.store.event_log import TRAIN
+from everfed.store.event_log import TRAIN, Opener, open_file
 from everfed.store.files import write_atomic
+from everfed.store.run import EVENTS, RunError
 
 # Nothing may be fetched; scripts and styles are those of this file.
 POLICY = (
@@ -183,7 +185,7 @@ def _stream_parts(stream: StreamRuns, pieces: PieceColours) -> list[Chapter]:
     comparison, cost, by_part, paired, *_ = the_tables(stream.runs, groups)
     # a plot by round would repeat the plot by task where scores were measured at the ends of tasks alone
     by_round = [] if figures.only_task_ends(groups) else [figures.curve("acc", groups)]
-    measured = figures.measured(groups)
+    measured, swept = figures.measured(groups), sweeps.figures(groups, pieces)
     costs = [figures.traffic(groups, pieces), figures.time(groups, pieces), figures.memory(groups, pieces)]
     return [
         Chapter(
@@ -195,6 +197,7 @@ def _stream_parts(stream: StreamRuns, pieces: PieceColours) -> list[Chapter]:
             ],
         ),
         Chapter("Learning", [_two(*by_round, figures.curve("loss", groups))]),
+        *([Chapter("Options", [_two(*swept)])] if swept else []),
         Chapter("Scores by task", [_two(*(figures.accuracy_matrix(group) for group in groups))]),
         *_further(groups),
         *([Chapter("What parts measured", [_two(*measured)])] if measured else []),
@@ -318,6 +321,7 @@ def problem(message: str) -> Html:
 
 
 MOST_NOTES = 200
+LONGEST = 120  # signs of a value in the log
 
 
 def happenings(run: LoggedRun) -> Html:
@@ -339,6 +343,42 @@ def happenings(run: LoggedRun) -> Html:
 def _note(kind: str, when: float | None, done: int, message: str) -> Html:
     place = f"round {done}" + (f", {formats.moment(when)}" if when is not None else "")
     return tag("li", tag("b", kind), f" {message} ", tag("small", f"({place})"), class_=f"kind-{kind}")
+
+
+LAST_EVENTS, LAST_BYTES = 200, 1 << 17
+
+
+def log(run: LoggedRun, opener: Opener = open_file) -> Html:
+    """The last events as they stand in events.jsonl, a line each; nothing where there is none."""
+    try:
+        with opener(run.folder / EVENTS) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LAST_BYTES))
+            text = file.read().decode(errors="replace")
+    except (OSError, RunError):
+        return NOTHING
+    lines = text.splitlines()[1 if size > LAST_BYTES else 0 :][-LAST_EVENTS:]
+    shown = tag("pre", "\n".join(map(_readable, lines)), class_="log", tabindex=0)
+    return _folded(f"Log: the last {len(lines)} events", shown) if lines else NOTHING
+
+
+def _readable(line: str) -> str:
+    """As "20:15:02 phase round 3, task 1, phase train, loss 0.1823": rounds and tasks count from 1."""
+    try:
+        event = json.loads(line)
+        when = formats.moment(event.pop("time")).split()[1] if "time" in event else "        "
+        name = event.pop("event")
+        rest = (f"{key} {_counted(key, value)}" for key, value in event.items() if value is not None)
+        return f"{when} {name} {', '.join(rest)}"
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return line
+
+
+def _counted(key: str, value: Any) -> str:
+    if key in ("round", "task") and isinstance(value, int):
+        return str(value + 1)
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def recipe(run: LoggedRun) -> Html:

@@ -84,7 +84,7 @@ def ids(page: Any) -> list[str]:
 
 
 def lines(page: Any) -> list[str]:
-    return page.locator("#chart .legend button").all_inner_texts()
+    return page.locator("#chart .legend button[data-line]").all_inner_texts()
 
 
 def wait(page: Any, condition: str) -> None:
@@ -110,7 +110,75 @@ def test_it_opens_everywhere(
         assert detail["x"] >= table["x"] and detail["y"] < table["y"] + table["height"]
     else:
         assert detail["y"] > table["y"]
+    assert page.locator("#detail-score").inner_text() == "Acc 80.00 % · forgetting 0.00 %"
+    assert page.evaluate(OVERLAPS) == []
     picture(page, f"{theme}-{device}")
+
+
+# texts that lie on each other, within a drawing and between its title and the drawing
+OVERLAPS = """() => {
+  const kinds = 'h3, .save button, .y-name, .y-ticks span, .x-ticks span, .x-name, .mark-names span';
+  const texts = (box) => [...box.querySelectorAll(kinds)]
+    .map((one) => [one.textContent, one.getBoundingClientRect()]).filter(([text, box]) => text && box.width);
+  return [...document.querySelectorAll('figure.chart')].flatMap((figure) => {
+    const all = texts(figure);
+    return all.flatMap(([a, one], i) => all.slice(i + 1).filter(([, other]) =>
+      Math.min(one.right, other.right) - Math.max(one.left, other.left) > 1 &&
+      Math.min(one.bottom, other.bottom) - Math.max(one.top, other.top) > 1).map(([b]) => `${a} on ${b}`));
+  });
+}"""
+
+
+def test_bytes_and_titles_lie_on_nothing(tmp_path: Path, watch: Callable[..., Any]) -> None:
+    """Long ticks ("300.0 MB") have room beside the name of the axis, and titles above the first tick."""
+    folder = create(tmp_path / "runs" / "a")
+    sizes = {"bytes_up": 50_000_000, "bytes_down": 50_000_000, "seconds": 4000.0}
+    log(
+        folder,
+        [start(), *(event for i in range(6) for event in (phase(i, i // 2, **sizes), evaluation(i, i // 2, [0.5])))],
+    )
+    for width in (1440, 390):
+        with served(tmp_path / "runs") as port:
+            page = opened(watch, f"http://127.0.0.1:{port}/#what=panels", 1, viewport={"width": width, "height": 900})
+            assert "600.0 MB" in page.locator("[data-figure=bytes]").inner_text()
+            assert page.evaluate(OVERLAPS) == []
+
+
+def test_it_says_that_it_is_loading(still: str, watch: Callable[..., Any]) -> None:
+    page = watch(still, java_script_enabled=False).page  # what the page shows before its script has anything
+    page.goto(still)
+    assert (
+        page.locator("#chart").inner_text() == "Loading …" and page.locator("#empty").inner_text() == "Loading runs …"
+    )
+
+
+def test_cards_on_a_phone_are_small(still: str, watch: Callable[..., Any]) -> None:
+    """Name, score, status and progress; two lines where the name is short."""
+    page = opened(watch, still, **PHONE)
+    cards = page.locator("#table tbody tr")
+    assert all(card.bounding_box()["height"] < 76 for card in cards.all())
+    assert "80.00 %" in cards.filter(has_text="der-1").inner_text()
+    assert "diverged" in cards.filter(has_text="broken").inner_text()
+
+
+def test_a_sweep_is_drawn_by_its_options(tmp_path: Path, watch: Callable[..., Any]) -> None:
+    for size in (10, 20, 30):
+        score = [[0.5, None], [size / 100, 0.5]]
+        finished(tmp_path / "runs" / str(size), "der", parts={"memory": {"size": size}}, matrix=score)
+    with served(tmp_path / "runs") as port:
+        page = watch(f"http://127.0.0.1:{port}/").page
+        page.goto(f"http://127.0.0.1:{port}/#what=options")
+        page.locator("[data-figure=options] polyline").nth(2).wait_for()
+        assert page.locator("[data-figure=options] .axes").inner_text().split() == ["memory.size", "Accuracy"]
+        assert "100 %" in page.locator("[data-figure=importance]").inner_text()
+
+
+def test_the_log_of_a_run_can_be_read(still_page: Any) -> None:
+    still_page.get_by_role("button", name="broken", exact=True).click()
+    part = still_page.locator("[data-section=log]")
+    part.locator("summary").click()
+    lines = part.locator("pre").inner_text().splitlines()
+    assert "phase round 1, task 1, phase train" in lines[1] and "Diverged: the loss" in lines[-1]
 
 
 REAL_RUN = """

@@ -36,12 +36,12 @@
   // sparse: shown only where a run has a value
   const COLUMNS = [
     { key: "id", name: "Run" },
+    { key: "acc", name: "Score", text: (run) => run.status === "diverged" ? "diverged" : scored(run, run.acc), title: (run) => run.heading, number: true },
     { key: "method", name: "Method", text: (run) => run.method },
     { key: "dataset", name: "Data", text: (run) => run.dataset || run.recipe, title: (run) => run.scenario },
     { key: "seed", name: "Seed", text: (run) => String(run.seed), number: true },
     { key: "status", name: "Status", text: (run) => run.status, style: (run) => `status-${run.status}` },
     { key: "done", name: "Progress" },
-    { key: "acc", name: "Score", text: (run) => scored(run, run.acc), title: (run) => run.heading, number: true },
     { key: "forgetting", name: "Forgetting", text: (run) => scored(run, run.forgetting), number: true },
     { key: "loss", name: "Loss", text: (run) => plain(run.loss), number: true },
     { key: "faults", name: "Faults", text: (run) => String(run.faults), style: (run) => run.faults ? "bad" : "", number: true, sparse: true },
@@ -115,6 +115,15 @@
     cellOf(row, "status").title = run.problem;
     nameRow(row, run.id);
     fillOptions(row, run.id);
+    if (run.id === opened) headline();
+  }
+
+  // The opened run's score, above all that is known of it.
+  function headline() {
+    const run = runs.get(opened), parts = run ? [`${run.heading || "Score"} ${run.status === "diverged" ? "–, diverged" : scored(run, run.acc)}`] : [];
+    if (run?.forgetting != null) parts.push(`forgetting ${scored(run, run.forgetting)}`);
+    if (run && run.status !== "finished") parts.push(`${run.status}, round ${run.done} of ${run.rounds || "?"}`);
+    $("detail-score").textContent = parts.join(" · ");
   }
 
   const noteOf = (id) => ({ name: "", tags: [], hidden: false, ...notes[id] });
@@ -246,6 +255,7 @@
     $("sort").value = `${sortBy} ${ascending}`;
     $("count").textContent = shown.length === runs.size ? `${runs.size} runs` : `${shown.length} of ${runs.size} runs`;
     $("empty").hidden = shown.length > 0;
+    $("empty").classList.remove("loading");
     $("empty").textContent = runs.size ? "No run matches." : "No run here yet; one appears as soon as it starts.";
     scheduleCompare();
   }
@@ -337,10 +347,13 @@
     if (!ids.length) return swap($("chart"), "");
     const query = comparison(ids);
     last = query;
+    $("chart").classList.add("busy");
     try {
       swap($("chart"), await (await fetched(`/api/compare?${query}`)).text());
     } catch (error) {
       $("chosen").textContent = `Cannot draw: ${error.message}`;
+    } finally {
+      $("chart").classList.remove("busy");
     }
   }
   const redraw = throttled(drawCompare, 900);
@@ -362,6 +375,7 @@
   const scheduleDetail = throttled(drawDetail, 900);
 
   function place(sections) {
+    $("sections").querySelector(":scope > .loading")?.remove();
     const boxes = new Map([...$("sections").children].map((box) => [box.dataset.section, box]));
     for (const [name, box] of boxes) if (!(name in sections)) box.remove();
     for (const [name, html] of Object.entries(sections)) {
@@ -378,9 +392,10 @@
     $("detail").hidden = !id;
     $("detail-title").textContent = noteOf(id).name || id;
     document.body.classList.toggle("reading-run", Boolean(id));
+    headline();
     if (id) {
       fillNote();
-      $("sections").replaceChildren();
+      $("sections").replaceChildren(element("p", { className: "note loading", textContent: "Loading …" }));
       scheduleDetail();
       if (focus) { $("detail-title").focus(); $("detail").scrollIntoView({ block: "nearest" }); }
     }
