@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from everfed.errors import exit_code, sentence
+from everfed.errors import FAULT, exit_code, in_own_code, sentence
 
 # in the order of the help page: name -> place in everfed/commands
 PLACES = {
@@ -25,6 +25,7 @@ PLACES = {
     "data": "data:data",
     "federation": "federation:federation",
 }
+WHOLE = "EVERFED_TRACEBACK"  # a variable of the environment
 LOOK: dict[str, Any] = {
     "pretty_exceptions_enable": False,
     "rich_markup_mode": "rich",
@@ -62,10 +63,12 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except Exception as error:
             code = exit_code(error)
-            if code is None:
+            own = in_own_code(error) if code is None and not os.environ.get(WHOLE) else ""
+            if code is None and not own:
                 raise
-            typer.echo(f"error: {sentence(error)}", err=True)
-            raise typer.Exit(code) from error
+            said = f"{own}\n{WHOLE}=1 shows everfed's own lines, too" if own else sentence(error)
+            typer.echo(f"error: {said}", err=True)
+            raise typer.Exit(FAULT if code is None else code) from error
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, **LOOK)

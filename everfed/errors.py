@@ -36,7 +36,7 @@ class ClientError(RuntimeError):
 
     def __init__(self, client: int, phase: str, round_index: int, cause: BaseException | str) -> None:
         why = cause if isinstance(cause, str) or exit_code(cause) is not None else described(cause)
-        super().__init__(f"client {client} failed in phase {phase!r} of round {round_index}: {why}")
+        super().__init__(f"client {client} failed in phase {phase!r} of round {round_index + 1}: {why}")
         self.client, self.phase, self.round, self.cause = client, phase, round_index, cause
 
 
@@ -90,17 +90,52 @@ def described(error: BaseException) -> str:
 def place_of(error: BaseException) -> str:
     """File, line and function where an error was raised: in a user's code where some is involved, else in everfed's,
     else in an installed package. Empty for an error that was not raised."""
-    import sysconfig
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__)[::-1]
-    installed = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
-    ours = os.path.dirname(__file__)
-    known = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
-    own = [frame for frame in known if not frame.filename.startswith(ours)]
+    known = [frame for frame in frames if not frame.filename.startswith((*_installed(), "<"))]
+    own = [frame for frame in known if not frame.filename.startswith(OURS)]
     for frame in (*own, *known, *frames):
-        return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+        part = _part(error) if own else ""
+        return f"{part}{frame.filename}, line {frame.lineno}, in {frame.name}"
     return ""
+
+
+OURS = os.path.dirname(__file__)
+
+
+def _installed() -> tuple[str, ...]:
+    import sysconfig
+
+    return tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
+
+
+def _part(error: BaseException) -> str:
+    """Whose method raised: `part 'clip', `, where it was a part's."""
+    import traceback
+
+    named = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner: Any = frame.f_locals.get("self")
+        bases = {f"{base.__module__}.{base.__name__}" for base in type(owner).__mro__}
+        if "everfed.core.part.Part" in bases:
+            named = f"part {owner.name!r}, "
+    return named
+
+
+def in_own_code(error: BaseException) -> str:
+    """The message for a bug in a user's code, with the user's lines alone; empty for other bugs."""
+    import traceback
+
+    cause = error.__cause__ if isinstance(error, ClientError) and error.__cause__ is not None else error
+    frames = traceback.extract_tb(cause.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_installed(), "<", OURS))]
+    if isinstance(error, ClientError) and not own:  # of another process only the message came
+        return str(error) if ".py, line " in str(error) and OURS not in str(error) else ""
+    if not own:
+        return ""
+    message = str(error) if isinstance(error, ClientError) else described(error)
+    return "\n".join([message, *(line.rstrip() for line in traceback.format_list(own))])
 
 
 Note = dict[str, Any]  # JSON-ready

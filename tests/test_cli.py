@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from everfed import models, streams
+from everfed import errors, models, streams
 from everfed.cli import app
 from everfed.commands.sweep import split_values
 from everfed.errors import RecipeError
@@ -423,12 +423,39 @@ def test_a_run_that_diverges_ends_with_exit_code_1_and_its_reason() -> None:
     assert "is not finite" not in result.stdout  # once is enough
 
 
-def test_a_bug_keeps_its_traceback(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["eager", "processes"])
+def test_a_bug_in_my_part_names_the_part_and_my_line_and_hides_everfeds(
+    work: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.syspath_prepend(work)
+    monkeypatch.setenv("PYTHONPATH", f"{work}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     (work / "my_buggy.py").write_text(PART.replace("self.factor", "self.nonsense"))
-    run = everfed("run", "tiny.toml", "--set", 'method.parts=["fedavg", "my_buggy:Halved"]')
+    mine = ("--set", 'method.parts=["fedavg", "my_buggy:Halved"]', "--set", f"engine.kind={kind}", "--overwrite")
+    run = everfed("run", "tiny.toml", *mine)
     assert run.exit_code == 1
-    assert "nonsense" in str(run.exception) and not isinstance(run.exception, SystemExit)
+    for said in ("AttributeError", "nonsense", "part 'halved'", "my_buggy.py, line "):
+        assert said in run.stderr
+    assert "everfed/core" not in run.stderr and "Traceback" not in run.stderr
+    monkeypatch.setenv("EVERFED_TRACEBACK", "1")
+    assert "nonsense" in str(everfed("run", "tiny.toml", *mine).exception)
+
+
+def test_a_bug_of_everfeds_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests' folder stands for an installed package: no frame is a user's."""
+
+    def broken(*_: object) -> None:
+        raise TypeError("a bug")
+
+    installed = errors._installed()
+    monkeypatch.setattr(errors, "_installed", lambda: (*installed, str(Path(__file__).parent)))
+    monkeypatch.setattr("everfed.commands.show._facts", broken)
+    run = everfed("show", "der")
+    assert run.exit_code == 1 and isinstance(run.exception, TypeError)
+
+
+def test_a_data_folder_that_is_not_there_is_named() -> None:
+    run = everfed("run", "tiny.toml", "--data", "nowhere", "--dry-run")
+    assert run.exit_code == 2 and run.stderr == "error: --data nowhere: there is no such folder\n"
 
 
 # compare ---------------------------------------------------------------------------------------------------------

@@ -209,10 +209,10 @@ def test_a_run_that_fails_before_its_first_round_leaves_nothing_behind(work: Pat
     def failing(part: type[Part]) -> dict[str, Any]:
         return {**TINY, "method": {"parts": ["fedavg", part]}}
 
-    with pytest.raises(RuntimeError, match="client 0 failed in phase 'train' of round 0"):
+    with pytest.raises(RuntimeError, match="client 0 failed in phase 'train' of round 1"):
         everfed.run(failing(Breaks), "deep/mine")
     assert not (work / "deep").exists()
-    with pytest.raises(RuntimeError, match="of round 1"):
+    with pytest.raises(RuntimeError, match="of round 2"):
         everfed.run(failing(BreaksLater), "deep/mine")
     assert (work / "deep/mine/events.jsonl").exists()  # there is something to go on with
 

@@ -315,7 +315,7 @@ def test_an_error_that_says_what_to_set_gets_the_place_of_that(small: Path) -> N
 def test_an_error_of_a_client_gets_the_place_of_its_cause(small: Path) -> None:
     error = ClientError(1, "train", 3, "no such file")
     error.__cause__ = DataError("no such file")
-    message = "FILE, line 3: stream.dataset: client 1 failed in phase 'train' of round 3: no such file"
+    message = "FILE, line 3: stream.dataset: client 1 failed in phase 'train' of round 4: no such file"
     assert placed_message(small, error) == message
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from everfed.commands import options
 from everfed.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ def _group() -> None:
 @data.command()
 def get(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Data sets, such as mnist or cifar10.")],
-    folder: options.Data = None,
+    folder: Annotated[
+        Path | None, typer.Option("--data", metavar="DIR", help="Folder of data sets; else what EVERFED_DATA names.")
+    ] = None,
     source: Annotated[
         str | None, typer.Option("--from", metavar="DIR|URL", help="A folder or an address that has the files.")
     ] = None,

@@ -14,7 +14,7 @@ import typer
 from everfed.commands import options
 from everfed.commands.output import show_table
 
-Rows = list[tuple[str, str]]
+Rows = list[tuple[str, ...]]  # name, what else there is to say, about
 
 
 class Kind(StrEnum):
@@ -42,15 +42,20 @@ def listing(
     """
     rows = _LISTERS[kind](data)
     if as_json:
-        typer.echo(json.dumps({name: about for name, about in rows}, indent=2))
+        typer.echo(json.dumps({row[0]: row[-1] for row in rows}, indent=2))
     else:
-        show_table([kind.value, "about"], rows)
+        further = ["family", "paper"] if kind is Kind.methods else []
+        show_table([kind.value, *further, "about"], rows)
 
 
 def _methods(data: Path | None) -> Rows:
     from everfed.methods import registry as methods
+    from everfed.methods.citations import family, papers
 
-    return list(methods.names().items())
+    return [
+        (name, family(name), "; ".join(paper.short for paper in papers(name)), about)
+        for name, about in methods.names().items()
+    ]
 
 
 def _streams(data: Path | None) -> Rows:

@@ -28,9 +28,9 @@ def show(
 ) -> None:
     """Explain a method, a recipe, a data set or a part.
 
-    Of a method: what it does, its papers, its parts with their options and
-    defaults, what it exchanges beside the model, what it needs to know, and
-    what the server sees of single clients.
+    Of a method: what it does, its parts with their options and defaults, what
+    it exchanges beside the model, what it needs to know, what the server sees
+    of single clients, and its papers as BibTeX.
 
     \b
     Examples:
@@ -68,6 +68,7 @@ def _facts(name: str, data: Path | None) -> Facts:
 def _method(name: str) -> Facts:
     from everfed.core.part import PLAIN, SHARED, WHOLE
     from everfed.methods import registry as methods
+    from everfed.methods.citations import family, papers
     from everfed.privacy.reveals import sentence, told
 
     method = methods.build(name)
@@ -90,6 +91,8 @@ def _method(name: str) -> Facts:
         "server needs": sentence(method.reveals()),
         "server sees": told(method),
         "cost": f"on your data: everfed run RECIPE --method {name} --dry-run",
+        "family": family(name),
+        "to cite": "\n".join(paper.bibtex for paper in papers(name)) or "no paper",
     }
 
 

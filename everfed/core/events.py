@@ -146,7 +146,7 @@ def mean_losses(phase: Phase, place: Place, trained: list[Trained], weights: Seq
     bad = [one.client for one, total in zip(trained, sums.tolist(), strict=True) if not math.isfinite(total)]
     if bad:
         raise Diverged(
-            f"the loss of client {bad[0]} is not finite in phase {phase.name!r} of round {place.round} "
+            f"the loss of client {bad[0]} is not finite in phase {phase.name!r} of round {place.round + 1} "
             f"({len(bad)} of {len(trained)} clients); lower {' or '.join(['train.optimizer.lr', *weights])}"
         )
     return sums / steps
@@ -157,6 +157,6 @@ def check_finite(phase: Phase, place: Place, measured: Mapping[str, float]) -> N
     bad = [name for name, value in measured.items() if not math.isfinite(value)]
     if bad:
         raise Diverged(
-            f"{bad[0]} is not finite in the server's phase {phase.name!r} of round {place.round}, repeat "
+            f"{bad[0]} is not finite in the server's phase {phase.name!r} of round {place.round + 1}, repeat "
             f"{place.repeat}; lower the learning rate of part {phase.owner!r}, or its weights"
         )

@@ -195,11 +195,11 @@ class Processes(Engine):
         try:
             answer = crew.receive()
         except (EOFError, OSError) as error:
-            raise RuntimeError(f"scoring task {task} failed: {crew.cause_of_death()}") from error
+            raise RuntimeError(f"scoring task {task + 1} failed: {crew.cause_of_death()}") from error
         if "error" in answer:
             if answer["note"]:
                 raise from_note(answer["note"])
-            raise RuntimeError(f"scoring task {task} failed: {answer['error']}")
+            raise RuntimeError(f"scoring task {task + 1} failed: {answer['error']}")
         counts: list[int] = answer["counts"][0]
         return counts
 

@@ -178,7 +178,7 @@ class DifferentialPrivacy(Protection):
         after = self.spent(spent)
         if self.budget and after > self.budget:
             raise BudgetSpent(
-                f"privacy.dp.budget = {self.budget:g}: phase {phase.name!r} of round {server.round} would raise "
+                f"privacy.dp.budget = {self.budget:g}: phase {phase.name!r} of round {server.round + 1} would raise "
                 f"epsilon to {after:.3f}; {self.spent(own['spent']):.3f} is spent (delta = {self.delta:g})"
             )
         counts = {path: _weight(weights, path) for path in found}

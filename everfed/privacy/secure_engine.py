@@ -122,7 +122,7 @@ class Secured(Engine):
             self.ledger.record(_opened_key(place), set_text(clients))
 
     def _warn(self, phase: Phase, place: Place) -> None:
-        sums, where = self._sums, f"secure aggregation, phase {phase.name!r} of round {place.round}"
+        sums, where = self._sums, f"secure aggregation, phase {phase.name!r} of round {place.round + 1}"
         if sums is None:
             message = f"{where}: what was opened is no sum of replies, so at least one client sent a false vector; it "
             self.notify({"event": "warning", "message": message + "cannot be known which, and the sum is not used"})

@@ -427,7 +427,7 @@ class SecurePhase:
             )
 
     def where(self) -> str:
-        return f"secure aggregation of phase {self.phase.name!r} in round {self.place.round}"
+        return f"secure aggregation of phase {self.phase.name!r} in round {self.place.round + 1}"
 
     def warn(self, client: int, reason: str) -> None:
         """Name a client that lied, but whose vector counts."""

@@ -117,7 +117,7 @@ def test_it_opens_everywhere(
 
 # texts that lie on each other, within a drawing and between its title and the drawing
 OVERLAPS = """() => {
-  const kinds = 'h3, .save button, .y-name, .y-ticks span, .x-ticks span, .x-name, .mark-names span';
+  const kinds = '.save, .y-name, .y-ticks span, .x-ticks span, .x-name, .mark-names span';
   const texts = (box) => [...box.querySelectorAll(kinds)]
     .map((one) => [one.textContent, one.getBoundingClientRect()]).filter(([text, box]) => text && box.width);
   return [...document.querySelectorAll('figure.chart')].flatMap((figure) => {

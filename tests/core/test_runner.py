@@ -440,7 +440,7 @@ def test_nobody_has_data() -> None:
 
 def test_a_diverged_loss_is_an_error_that_names_the_client() -> None:
     bench = Bench(train=TrainOptions(2, 5, Optimizer(lr=1e30)))
-    with pytest.raises(Diverged, match=r"client 0 is not finite in phase 'train' of round 0 \(3 of 3.*optimizer.lr"):
+    with pytest.raises(Diverged, match=r"client 0 is not finite in phase 'train' of round 1 \(3 of 3.*optimizer.lr"):
         bench.run()
 
 
@@ -481,7 +481,7 @@ class Broken(Part):
 
 
 def test_a_failing_client_is_named() -> None:
-    message = r"client 2 failed in phase 'train' of round 0: ValueError: no such thing \(.*test_runner.py, line \d+"
+    message = r"client 2 failed in phase 'train' of round 1: ValueError: no such thing \(.*test_runner.py, line \d+"
     with pytest.raises(ClientError, match=message):
         Bench(lambda: compose(FedAvg(), Broken())).run()
 

@@ -89,7 +89,7 @@ def goes_on(work: Path, whole: dict[str, object]) -> None:
 def test_a_mistake_in_a_users_part(work: Path, whole: dict[str, object], phase: str, engine: tuple[str, ...]) -> None:
     (work / f"raise-{phase}").touch()
     ended = everfed(work, *run_command("mine", "fedavg", FRAGILE, *engine))
-    failed(ended, work, rf"client 2 failed in phase '{phase}' of round 5: .*a mistake of mine")
+    failed(ended, work, rf"client 2 failed in phase '{phase}' of round 6: .*a mistake of mine")
     (work / f"raise-{phase}").unlink()
     goes_on(work, whole)
 
@@ -98,7 +98,7 @@ def test_a_mistake_in_a_users_part(work: Path, whole: dict[str, object], phase: 
 def test_a_worker_that_dies(work: Path, whole: dict[str, object], phase: str) -> None:
     (work / f"kill-{phase}").touch()
     ended = everfed(work, *run_command("mine", "fedavg", FRAGILE, *PROCESSES))
-    failed(ended, work, rf"client 2 failed in phase '{phase}' of round 5: worker process \d+ was killed by signal 9")
+    failed(ended, work, rf"client 2 failed in phase '{phase}' of round 6: worker process \d+ was killed by signal 9")
     (work / f"kill-{phase}").unlink()
     goes_on(work, whole)
 

@@ -194,7 +194,7 @@ def test_a_round_without_any_usable_reply_ends_the_run(tmp_path: Path) -> None:
     bench = Bench("fedavg")
     loop = loop_of(bench, tmp_path)
     loop.after = lambda client, reply: spoilt(reply, "nan")
-    with pytest.raises(ClientError, match="client 0 failed in phase 'train' of round 0: rejected: not finite"):
+    with pytest.raises(ClientError, match="client 0 failed in phase 'train' of round 1: rejected: not finite"):
         federated(bench, loop)
 
 

@@ -373,7 +373,7 @@ def test_a_run_resumes_in_the_middle_of_generator_training(chunk: int) -> None:
 
 
 def test_a_generator_that_diverges_stops_the_run() -> None:
-    with pytest.raises(Diverged, match="is not finite in the server's phase 'generator' of round 1"):
+    with pytest.raises(Diverged, match="is not finite in the server's phase 'generator' of round 2"):
         bench(gen_lr=float("inf")).run()
 
 

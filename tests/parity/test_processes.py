@@ -74,7 +74,7 @@ def test_replies_are_handed_on_in_client_order_whoever_ran_first() -> None:
 def test_a_fault_in_a_client_names_it() -> None:
     # one sample is too few for BatchNorm over 1 x 1 maps; any error of the client's code will do
     case = bench("fedavg", module=lambda shape, classes: torch.nn.Linear(3, classes))
-    message = r"client \d failed in phase 'train' of round 0: RuntimeError: .* \(.*\.py, line \d+, in \w+\)"
+    message = r"client \d failed in phase 'train' of round 1: RuntimeError: .* \(.*\.py, line \d+, in \w+\)"
     with pytest.raises(ClientError, match=message):
         on_processes(case)
 
@@ -141,7 +141,7 @@ def test_a_killed_worker_is_named() -> None:
     os.kill(engine.crews[0].process.pid or 0, signal.SIGKILL)
     engine.crews[0].process.join()
     with pytest.raises(
-        ClientError, match=r"client \d failed in phase 'train' of round 0: worker process \d+ was killed"
+        ClientError, match=r"client \d failed in phase 'train' of round 1: worker process \d+ was killed"
     ):
         case.run(lambda setup, store: engine)
     engine.close()

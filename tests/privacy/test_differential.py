@@ -200,7 +200,7 @@ def test_two_vectors_in_one_reply_are_two() -> None:
 
 def test_a_budget_stops_the_run_before_it_is_overdrawn() -> None:
     bench = protected(Bench("fedavg"), noise=3.0, budget=epsilon(3.0, {1: 2}, 1e-5) + 1e-6)
-    with pytest.raises(BudgetSpent, match=r"phase 'train' of round 2 would raise epsilon to"):
+    with pytest.raises(BudgetSpent, match=r"phase 'train' of round 3 would raise epsilon to"):
         bench.run()
 
 

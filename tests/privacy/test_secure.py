@@ -131,7 +131,7 @@ def test_who_goes_before_unmasking_still_counts() -> None:
 
 @pytest.mark.parametrize("step", [SHARE, MASK, AGREE, UNMASK])
 def test_too_few_fail_with_a_clear_message(step: str) -> None:
-    with pytest.raises(TooFewClients, match=r"phase 'train' in round 0: 2 clients are left, 3 are needed"):
+    with pytest.raises(TooFewClients, match=r"phase 'train' in round 1: 2 clients are left, 3 are needed"):
         secure_run(SMALL, {step: (0, 2, 3)}, threshold=0.6)
 
 

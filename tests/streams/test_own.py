@@ -140,7 +140,7 @@ def test_a_class_beyond_the_head_is_the_same_clear_error_everywhere(run: Callabl
     message = "client 0, period 1: class 2 does not fit the head, which has classes 0 to 1; set stream.classes"
     with pytest.raises(ClientError, match=message) as caught:
         run(Bench("fedavg", stream=stream(classes=2, input_shape=[1, 4, 4], clients=1), train=TRAIN))
-    assert str(caught.value).startswith("client 0 failed in phase 'train' of round 2: client 0, period 1: class 2")
+    assert str(caught.value).startswith("client 0 failed in phase 'train' of round 3: client 0, period 1: class 2")
     assert type(caught.value.__cause__) is DataError
     assert is_user_error(caught.value)
 
