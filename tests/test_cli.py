@@ -454,8 +454,8 @@ def test_a_bug_of_everfeds_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_data_folder_that_is_not_there_is_named() -> None:
-    run = everfed("run", "tiny.toml", "--data", "nowhere", "--dry-run")
-    assert run.exit_code == 2 and run.stderr == "error: --data nowhere: there is no such folder\n"
+    run = everfed("run", "fedgp/table1-rotated-mnist", "--data", "nowhere", "--dry-run")
+    assert run.exit_code == 2 and "'mnist' was not found: the data folder nowhere does not exist" in run.stderr
 
 
 # compare ---------------------------------------------------------------------------------------------------------

@@ -315,7 +315,7 @@ def assert_linted(files: Iterable[str], folder: Path) -> None:
 def test_the_examples_of_the_protocol_run_and_change_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = examples("docs/protocol.md")
+    files = examples("docs/protocol.md") | examples("docs/protocol-reference.md")
     assert set(files) == {"confidence.py", "momentum.py", "direction.py", "balanced.py"}
     assert max(len(code.splitlines()) for code in files.values()) <= 40
     for name, code in files.items():

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from everfed.errors import RecipeError, UserError
+from everfed.errors import RecipeError
 
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A TOML file, or a shipped recipe (everfed list recipes).")
@@ -23,17 +23,9 @@ Sets = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe, such as train.rounds_per_task=5."),
 ]
-
-
-def _folder(value: Path | None) -> Path | None:
-    if value is not None and not value.expanduser().is_dir():
-        raise UserError(f"--data {value}: there is no such folder")
-    return value
-
-
 Data = Annotated[
     Path | None,
-    typer.Option("--data", metavar="DIR", callback=_folder, help="Folder of data sets; else what EVERFED_DATA names."),
+    typer.Option("--data", metavar="DIR", help="Folder of data sets; else what EVERFED_DATA names."),
 ]
 Scale = Annotated[
     float,

@@ -120,6 +120,8 @@ def _load_known(name: str, folder: Path | None) -> Source:
         raise DataError(f"data set {name!r}: no data folder is named. {_remedy(name, known.get_it)}")
     found = known.find(folder)
     if found is None:
+        if not folder.is_dir():
+            raise DataError(f"data set {name!r} was not found: the data folder {folder} does not exist")
         places = ", ".join(place for layout in known.layouts for place in layout.places(folder))
         raise DataError(f"data set {name!r} was not found. Looked for: {places}. {_remedy(name, known.get_it)}")
     layout, files = found

@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from everfed.core.events import Diverged
 from everfed.metrics.scores import score_of
 from everfed.store.event_log import Log, Opener, ScoredRound, open_file, read_log
 from everfed.store.run import RECIPE, RESULT, SETTINGS, RunError
 
 Matrix = list[list[float | None]]
+DIVERGED = "Diverged: "  # how the fault of core.events.Diverged begins; a report needs no torch
 DEPTH = 3  # levels below a named folder that are searched for run folders
 
 
@@ -111,7 +111,7 @@ class LoggedRun:
     @property
     def diverged(self) -> bool:
         """Did it end because a loss or parameter was no longer finite?"""
-        return self.log.failed and self.log.notes[-1].message.startswith(Diverged.__name__)
+        return self.log.failed and self.log.notes[-1].message.startswith(DIVERGED)
 
     @property
     def rounds(self) -> int:

@@ -135,13 +135,18 @@ def test_bytes_and_titles_lie_on_nothing(tmp_path: Path, watch: Callable[..., An
     sizes = {"bytes_up": 50_000_000, "bytes_down": 50_000_000, "seconds": 4000.0}
     log(
         folder,
-        [start(), *(event for i in range(6) for event in (phase(i, i // 2, **sizes), evaluation(i, i // 2, [0.5])))],
+        [
+            start(),
+            *(event for i in range(6) for event in (phase(i, i // 2, **sizes), evaluation(i, i // 2, [0.5 + i / 20]))),
+        ],
     )
-    for width in (1440, 390):
-        with served(tmp_path / "runs") as port:
-            page = opened(watch, f"http://127.0.0.1:{port}/#what=panels", 1, viewport={"width": width, "height": 900})
+    with served(tmp_path / "runs") as port:
+        home = f"http://127.0.0.1:{port}/"
+        for width in (1440, 390):
+            page = drawn(watch(home, viewport={"width": width, "height": 900}).page, f"{home}#what=panels", 1)
             assert "600.0 MB" in page.locator("[data-figure=bytes]").inner_text()
             assert page.evaluate(OVERLAPS) == []
+            page.context.close()
 
 
 def test_it_says_that_it_is_loading(still: str, watch: Callable[..., Any]) -> None:
@@ -153,10 +158,10 @@ def test_it_says_that_it_is_loading(still: str, watch: Callable[..., Any]) -> No
 
 
 def test_cards_on_a_phone_are_small(still: str, watch: Callable[..., Any]) -> None:
-    """Name, score, status and progress; two lines where the name is short."""
+    """Name, score, status and progress on two lines; faults, where there are some, on a third."""
     page = opened(watch, still, **PHONE)
     cards = page.locator("#table tbody tr")
-    assert all(card.bounding_box()["height"] < 76 for card in cards.all())
+    assert max(card.bounding_box()["height"] for card in cards.all()) < 90
     assert "80.00 %" in cards.filter(has_text="der-1").inner_text()
     assert "diverged" in cards.filter(has_text="broken").inner_text()
 
@@ -168,9 +173,10 @@ def test_a_sweep_is_drawn_by_its_options(tmp_path: Path, watch: Callable[..., An
     with served(tmp_path / "runs") as port:
         page = watch(f"http://127.0.0.1:{port}/").page
         page.goto(f"http://127.0.0.1:{port}/#what=options")
-        page.locator("[data-figure=options] polyline").nth(2).wait_for()
+        page.locator("[data-figure=options] polyline").nth(2).wait_for(state="attached")
         assert page.locator("[data-figure=options] .axes").inner_text().split() == ["memory.size", "Accuracy"]
         assert "100 %" in page.locator("[data-figure=importance]").inner_text()
+        page.context.close()
 
 
 def test_the_log_of_a_run_can_be_read(still_page: Any) -> None:
@@ -261,7 +267,7 @@ def test_runs_are_filtered_and_sorted(still_page: Any) -> None:
     page.locator("#filter").fill("nothing like this")
     assert ids(page) == [] and page.locator("#empty").inner_text() == "No run matches."
     page.locator("#filter").fill("")
-    page.locator("#status").select_option("failed")
+    page.locator("#status").select_option("diverged")
     assert ids(page) == ["broken"]
     page.locator("#status").select_option("")
     page.locator("#method").select_option("fedavg")
@@ -272,7 +278,7 @@ def test_faults_and_skipped_clients_are_visible(still_page: Any) -> None:
     page = still_page
     row = page.locator('tr[data-id="broken"]')
     assert [row.locator(f"td[data-name={name}]").inner_text() for name in ("Status", "Faults", "Skipped")] == [
-        *("failed", "1", "3"),
+        *("diverged", "1", "3"),
     ]
     page.get_by_role("button", name="broken", exact=True).click()
     said = page.locator("[data-section=happenings]")
@@ -418,7 +424,7 @@ def test_colours_stay_whatever_is_filtered(runs: Path, home: str, watch: Callabl
     all_of_them = colours(page)
     assert {"fedavg", "der"} <= set(all_of_them)
     page.locator("#filter").fill("der")
-    wait(page, "document.querySelector('#chart .legend').textContent === 'der (2 seeds)'")
+    wait(page, "document.querySelector('#chart .legend').textContent.startsWith('der (2 seeds)')")
     assert colours(page) == {"der": all_of_them["der"]}
     for i, method in enumerate(("agem", "er", "fedavg", "der")):  # runs that come later, on other data, too
         stream = {"dataset": "mnist", "scenario": "domain-incremental", "tasks": 3, "clients": 4}

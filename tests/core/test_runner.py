@@ -465,7 +465,7 @@ def test_divergence_stops_the_run_before_aggregation() -> None:
         EvalOptions(),
         save=lambda state, end: saved.append(RunState.from_tree(crossed(state.to_tree()))),
     )
-    with pytest.raises(Diverged, match=r"client 1 .* round 2 \(1 of 3"):
+    with pytest.raises(Diverged, match=r"client 1 .* round 3 \(1 of 3"):
         runner.run()
     assert torch.equal(runner.state.model["params"], saved[-1].model["params"])
     assert (saved[-1].round, saved[-1].position) == (2, 0)

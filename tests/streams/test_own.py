@@ -317,6 +317,6 @@ def test_the_command_line_names_the_class_that_does_not_fit(folder: Path, tmp_pa
     outcome = CliRunner().invoke(app, [*run, str(tmp_path / "two")])
     assert outcome.exit_code == 2
     assert "growing_folder.toml, line 8: client 0 failed in phase" in outcome.output  # where the head gets its width
-    assert "round 5: client 0, period 1: class 11 does not fit the head" in outcome.output
+    assert "round 6: client 0, period 1: class 11 does not fit the head" in outcome.output
     assert "set stream.classes to as many as may ever appear" in outcome.output
     assert "Traceback" not in outcome.output
