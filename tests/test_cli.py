@@ -455,7 +455,8 @@ def test_a_bug_of_everfeds_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_data_folder_that_is_not_there_is_named() -> None:
     run = everfed("run", "fedgp/table1-rotated-mnist", "--data", "nowhere", "--dry-run")
-    assert run.exit_code == 2 and "'mnist' was not found: the data folder nowhere does not exist" in run.stderr
+    assert run.exit_code == 2 and "'mnist' was not found: the data folder" in run.stderr
+    assert "nowhere does not exist" in run.stderr
 
 
 # compare ---------------------------------------------------------------------------------------------------------
@@ -687,7 +688,7 @@ def listed(kind: str, *more: str) -> dict[str, str]:
 
 def test_list_shows_everything_with_a_line_about_it() -> None:
     assert listed("methods") == methods.names()
-    assert set(listed("models")) == set(models.MODELS)
+    assert set(models.MODELS) <= set(listed("models"))
     assert set(listed("recipes")) == set(recipes.names())
     assert set(listed("parts")) == set(methods.part_classes())
     assert set(streams.SCENARIOS) <= set(listed("streams"))
