@@ -242,7 +242,7 @@ class Runner:
         """Does the engine refuse the new model? The run then goes on with the one that it has."""
         problem = self.engine.refusal(model)
         if problem:
-            text = f"the new model of phase {phase.name!r} in round {place.round} is not adopted: {problem}"
+            text = f"the new model of phase {phase.name!r} in round {place.round + 1} is not adopted: {problem}"
             self.reporter.notify({"event": "warning", "message": text})
         return bool(problem)
 
