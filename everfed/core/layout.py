@@ -158,9 +158,10 @@ def _gather(entries: tuple[Entry, ...], tensors: dict[str, Tensor], dtype: torch
 class AddsParameters:
     """A part that changes which parameters there are: tensors of its own, layers of the network, personal ones."""
 
-    def adapt(self, module: nn.Module, server: Server) -> None:
-        """Change the network in place before the run, the same way in every process: further layers, frozen weights.
-        `server.layout` is the network's before it."""
+    def adapt(self, module: nn.Module, server: Server) -> nn.Module | None:
+        """Change the network before the run, the same way in every process: further layers, frozen weights. In place,
+        or the result is used instead. `server.layout` is the network's before it."""
+        return None
 
     def parameters(self, server: Server) -> dict[str, Tensor]:
         """Trainable tensors beside the network's, with their first values: `module.extras[part][name]`."""
@@ -222,7 +223,7 @@ def attach(module: nn.Module, parts: Iterable[Any], server: Callable[[str], Serv
     as it is. server: the handle of a part, by its name."""
     adding = [part for part in parts if isinstance(part, AddsParameters)]
     for part in adding:
-        part.adapt(module, server(part.name))  # type: ignore[attr-defined]
+        module = part.adapt(module, server(part.name)) or module  # type: ignore[attr-defined]
     extras = Extras()
     for part in adding:
         for name, value in part.parameters(server(part.name)).items():  # type: ignore[attr-defined]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,7 +185,40 @@ def resized_positions(positions: Tensor, count: int) -> Tensor:
     return torch.cat([positions[:, :1], grid.permute(0, 2, 3, 1).flatten(1, 2).to(positions.dtype)], 1)
 
 
-# weights of other sources --------------------------------------------------------------------------------------------
+# networks and weights of other sources ------------------------------------------------------------------------------
+def as_vit(module: nn.Module, input_shape: tuple[int, ...], classes: int) -> ViT | None:
+    """A network as a `ViT` with the same tensors: itself, or one of transformers, of timm, or with their names; None
+    where it is none, or where its outputs are others."""
+    if isinstance(module, ViT):
+        return module
+    base = getattr(module, "base", module)  # of `HuggingFace`
+    named, heads = own_names(base.state_dict()), _first_number(base, ("num_attention_heads", "num_heads"))
+    eps = {layer.eps for layer in base.modules() if isinstance(layer, nn.LayerNorm)}
+    try:
+        patch, width = named["patch_embed.proj.weight"].shape[-1], named["cls_token"].shape[-1]
+        depth = len({name.split(".")[1] for name in named if name.startswith("blocks.")})
+        made = ViT(input_shape, classes, patch, width, depth, heads)
+        made.load_state_dict(made.converted(named, {"layer_norm_eps": eps.pop()} if eps else {}))
+        x = torch.randn(2, *input_shape, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            ours, theirs = made.eval()(x), module.eval()(x)
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+    except (KeyError, ValueError, RuntimeError, ZeroDivisionError, AssertionError):
+        return None
+    made.train()
+    describe: Any = getattr(module, "rebuilding", None)
+    if describe is not None:  # a saved model is built from the same description
+        made.__dict__["rebuilding"] = partial(dict, **describe())
+    return made
+
+
+def _first_number(module: nn.Module, names: Sequence[str]) -> int:
+    """The first whole number that a configuration or a layer holds under one of these names; 0 where none does."""
+    held = (getattr(module, "config", None), *module.modules())
+    found = (getattr(layer, name, None) for layer in held for name in names)
+    return next((value for value in found if isinstance(value, int)), 0)
+
+
 _HUGGING_FACE = {
     "embeddings.cls_token": "cls_token",
     "embeddings.position_embeddings": "pos_embed",
@@ -203,6 +237,13 @@ _SCALED = {
     "ls1.gamma": "attn.proj",
     "ls2.gamma": "mlp.fc2",
 }  # DINOv2's factors of a branch, of transformers and of timm -> its last layer
+# how transformers calls in memory what its files call otherwise
+_IN_MEMORY = {
+    "attention.q_proj.": "attention.attention.query.",
+    "attention.k_proj.": "attention.attention.key.",
+    "attention.v_proj.": "attention.attention.value.",
+    "attention.o_proj.": "attention.output.dense.",
+}
 _UNUSED = ("pooler.", "embeddings.mask_token", "mask_token")
 _QKV = tuple(f"attention.attention.{which}" for which in ("query", "key", "value"))
 
@@ -229,6 +270,8 @@ def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     plain = {name: tensor for name, tensor in plain.items() if not name.startswith(_UNUSED)}
     if "embeddings.cls_token" not in plain:
         return plain
+    for now, before in _IN_MEMORY.items():
+        plain = {name.replace(now, before, 1): tensor for name, tensor in plain.items()}
     renamed = {}
     for name, tensor in plain.items():
         where, owner, leaf = _split_name(name)
@@ -243,8 +286,9 @@ def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _split_name(name: str) -> tuple[str, str, str]:
     """(block, layer, "weight" or "bias") of a Hugging Face name; the last is empty for a tensor without a layer."""
     where = ""
-    if name.startswith("encoder.layer."):
-        _, _, index, name = name.split(".", 3)
-        where = f"blocks.{index}."
+    for above in ("encoder.layer.", "layers."):
+        if name.startswith(above):
+            index, _, name = name.removeprefix(above).partition(".")
+            where = f"blocks.{index}."
     owner, _, leaf = name.rpartition(".")
     return (where, owner, leaf) if leaf in ("weight", "bias") else (where, name, "")

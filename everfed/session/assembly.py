@@ -99,7 +99,8 @@ def assemble(
     def handle(part: str) -> Server:
         return Server(part, {}, ctx)
 
-    layout = Layout.of(attach(module, method.parts, handle), method.is_personal)
+    module = attach(module, method.parts, handle)
+    layout = Layout.of(module, method.is_personal)
     frozen = _checked_frozen(module, expected)  # parts may have frozen some
     first = layout.read(module)
     facts = replace(facts, layout=layout, personal=first["params"][layout.shared :].clone())

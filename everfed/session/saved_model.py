@@ -189,7 +189,7 @@ def load(file: Path, description: Description, model: nn.Module | None = None) -
     module = models.build(
         kind, description.input_shape, description.classes, 0, options, rebuilding=description.rebuilding
     )
-    adapt(module, description)
+    module = adapt(module, description)
     tensors = safetensors.torch.load_file(file)
     attach_extras(module, tensors)
     try:
@@ -199,10 +199,10 @@ def load(file: Path, description: Description, model: nn.Module | None = None) -
     return module.eval()
 
 
-def adapt(module: nn.Module, description: Description) -> None:
-    """Change the network as the run's method did: adapters, prompts. Their values come from the file."""
+def adapt(module: nn.Module, description: Description) -> nn.Module:
+    """The network as the run's method changed it: adapters, prompts. Their values come from the file."""
     if not description.adapted:
-        return
+        return module
     nothing = Data(torch.zeros(0), torch.zeros(0), np.zeros(0, dtype=np.int64))
     shape, layout = description.input_shape, Layout.of(module)
     facts = Facts(description.classes, shape, 1, description.tasks, 1, 1, layout, nothing, torch.zeros(0))
@@ -213,7 +213,8 @@ def adapt(module: nn.Module, description: Description) -> None:
     for part in parts:
         if not isinstance(part, AddsParameters):
             raise ModelFileError(f"the description in the model file is damaged: part {part.name!r} changes no network")
-        part.adapt(module, Server(part.name, {}, Context(0, facts, TrainOptions())))
+        module = part.adapt(module, Server(part.name, {}, Context(0, facts, TrainOptions()))) or module
+    return module
 
 
 def attach_extras(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -220,9 +219,8 @@ def test_the_columns_are_what_the_layer_multiplies(layer: nn.Module) -> None:
 )
 def test_layers_it_cannot_project_are_named_before_the_run(layer: nn.Module) -> None:
     module = nn.ModuleDict({"block": layer, "head": nn.Linear(2, 2)})
-    facts = SimpleNamespace(layout=Layout.of(module))
     with pytest.raises(CompositionError, match=f"cannot project block.weight.*{type(layer).__name__}.*trainable"):
-        FOT().adapt(module, cast(Server, facts))
+        FOT().adapt(module, cast(Server, None))
 
 
 # bytes ---------------------------------------------------------------------------------------------------------------

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import everfed
 from everfed.core.context import TrainOptions
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
@@ -21,7 +24,8 @@ from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.common.layers import features
 from everfed.methods.pretrained.prompts import FedCPrompt, PromptShared, before_task, contrast, orthonormal
 from everfed.models.prompts import CodaPrompts, DualPrompts, PoolPrompts, SharedPrompts
-from everfed.models.vit import ViT
+from everfed.models.vit import ViT, as_vit
+from everfed.streams import from_arrays
 from tests.methods.test_lora import ClassToy, entries, plain_outputs
 from tests.support.toy import SMALL, Bench, Outcome, Toy, tiny_vit
 
@@ -387,3 +391,63 @@ def test_every_chosen_key_pulls() -> None:
         prompts.key.copy_(2.0 * prompts.query(vit, vit.embed(x)).expand(5, 1, 8))
     vit(x)
     assert prompts.pull is not None and prompts.pull.item() == pytest.approx(-3.0, abs=1e-5)
+
+
+# Vision Transformers of other libraries ------------------------------------------------------------------------------
+class TimmLike(nn.Module):
+    """A network of one's own with timm's names; double: an attention that computes something else."""
+
+    def __init__(self, inner: ViT, double: bool = False) -> None:
+        super().__init__()
+        self.patch_embed, self.cls_token, self.pos_embed = inner.patch_embed, inner.cls_token, inner.pos_embed
+        self.blocks, self.norm, self.head = inner.blocks, inner.norm, inner.head
+        self.num_heads, self.double = inner.blocks[0].attn.heads, double
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch_embed(x)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
+        for block in self.blocks:
+            x = block(x) + (block.attn(x) if self.double else 0.0)
+        return self.head(self.norm(x)[:, 0])
+
+
+def test_a_network_with_timms_names_that_computes_the_same_is_taken() -> None:
+    inner = network()
+    found = as_vit(TimmLike(inner), (1, 4, 4), 4)
+    assert found is not None and found is not inner and as_vit(inner, (1, 4, 4), 4) is inner
+    assert torch.equal(found.eval()(images()), inner(images()))
+    assert as_vit(TimmLike(inner, double=True), (1, 4, 4), 4) is None
+    assert as_vit(nn.Linear(3, 3), (1, 4, 4), 4) is None
+
+
+@pytest.mark.parametrize("method", ["prompt-l2p", "prompt-coda", "pilora"])
+def test_prompts_of_a_network_of_transformers_are_those_of_the_same_vit(method: str, tmp_path: Path) -> None:
+    """Every number of the run, and the saved model is read again."""
+    transformers = pytest.importorskip("transformers", reason="the extra `text` is not installed")
+    sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(**sizes, intermediate_size=64, num_labels=4)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (40, 3, 8, 8)).astype(np.uint8), np.arange(40) % 4
+    options = {"scenario": "class-incremental", "tasks": 2, "clients": 2, "rounds_per_task": 1}
+    own = {"kind": "vit", "patch": 4, "width": 16, "depth": 5, "heads": 2, "weights": str(tmp_path / "vit")}
+    found = {}
+    for name, model in (("own", own), ("hf", {"kind": f"hf:{tmp_path / 'vit'}"})):
+        stream = from_arrays(x[:24], y[:24], x[24:], y[24:], **options)
+        table = {"name": name, "model": model, "method": {"name": method}, "train": {"rounds_per_task": 1}}
+        components = {"prompt-coda": {"components": 2}}.get(method)
+        table["method"] |= {method: components} if components else {}
+        everfed.run(table, tmp_path / name, stream=stream, progress=False)
+        found[name] = everfed.load(tmp_path / name).model
+    ours, theirs = (model.state_dict() for model in found.values())
+    assert list(ours) == list(theirs)
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["prompt-dual", "pilora"])
+def test_a_vision_transformer_that_cannot_be_changed_is_refused_with_the_remedy(method: str) -> None:
+    inner = network()
+    with pytest.raises(CompositionError, match=r"set model.kind = 'vit'.*computes the same; got a TimmLike"):
+        Bench(method, module=lambda shape, classes: TimmLike(inner, double=True)).build_module()

@@ -76,9 +76,9 @@ class PILoRA(AddsParameters, TaskAdapted, Aggregator):
             if isinstance(part, ReplacesHead):
                 raise CompositionError(f"part {self.name!r} has prototypes in place of the head of {part.name!r}")
 
-    def adapt(self, module: nn.Module, server: Server) -> None:
+    def adapt(self, module: nn.Module, server: Server) -> nn.Module:
         """Freeze the network, give blocks factors for all tasks, and put prototypes in the place of the head."""
-        vit, facts, seed = require_vit(self, module), server.facts, server.seed
+        vit, facts, seed = require_vit(self, module, server), server.facts, server.seed
         if lora.layers(vit):
             raise CompositionError(f"part {self.name!r} adds its own LoRA layers; leave model.lora out")
         vit.requires_grad_(False)
@@ -90,6 +90,7 @@ class PILoRA(AddsParameters, TaskAdapted, Aggregator):
             layer.follow(clock, "sum")
             attention.qkv = layer
         vit.head = Prototypes(facts.classes, vit.width, random.key(seed, self.name))
+        return vit
 
     # the task's classes ----------------------------------------------------------------------------------------------
     def begin(self, server: Server) -> None:

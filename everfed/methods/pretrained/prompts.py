@@ -39,7 +39,7 @@ from everfed.methods.common.teacher import frozen_pass
 from everfed.methods.pretrained.piecewise import Piecewise, at_task, head_pieces, of_task, row_of, task_of
 from everfed.models import lora
 from everfed.models.prompts import CLOCK, CodaPrompts, DualPrompts, PoolPrompts, SharedPrompts, TaskPrompts
-from everfed.models.vit import Prompts, ViT
+from everfed.models.vit import Prompts, ViT, as_vit
 
 PREFIX = "prompts."  # what the names of all prompt parameters begin with
 
@@ -55,14 +55,17 @@ def adopt(part: Part, module: ViT, prompts: Prompts) -> None:
     module.prompts = prompts
 
 
-def require_vit(part: Part, module: nn.Module) -> ViT:
-    """The network itself; CompositionError for one that is not everfed's own Vision Transformer."""
-    if not isinstance(module, ViT):
+def require_vit(part: Part, module: nn.Module, server: Server) -> ViT:
+    """The network as everfed's Vision Transformer: itself, or the same network of transformers or timm made into one.
+    CompositionError for any other."""
+    found = as_vit(module, server.facts.input_shape, server.facts.classes)
+    if found is None:
         raise CompositionError(
-            f"part {part.name!r} changes the attention of everfed's own Vision Transformer; set "
-            f"model.kind = 'vit' (it reads weights of timm and Hugging Face); got a {type(module).__name__}"
+            f"part {part.name!r} changes the attention of a Vision Transformer; set model.kind = 'vit' (it reads "
+            f"weights of timm and Hugging Face), or take one of theirs that computes the same; got a "
+            f"{type(getattr(module, 'base', module)).__name__}"
         )
-    return module
+    return found
 
 
 def existing(part: Part, vit: ViT, option: str) -> list[int]:
@@ -83,9 +86,10 @@ def pull_term(step: Step, weight: float) -> Tensor | None:
 class TaskPrompted(AddsParameters, Piecewise):
     """Prompts of its own for every task."""
 
-    def adapt(self, module: nn.Module, server: Server) -> None:
-        vit = require_vit(self, module)
+    def adapt(self, module: nn.Module, server: Server) -> nn.Module:
+        vit = require_vit(self, module, server)
         adopt(self, vit, self.build(vit, server))
+        return vit
 
     @abstractmethod
     def build(self, vit: ViT, server: Server) -> Prompts:
@@ -276,11 +280,12 @@ class PromptL2P(AddsParameters, Part):
         if self.top > self.pool:
             raise ValueError(f"top must be at most pool; got {self.top} of {self.pool}")
 
-    def adapt(self, module: nn.Module, server: Server) -> None:
-        vit = require_vit(self, module)
+    def adapt(self, module: nn.Module, server: Server) -> nn.Module:
+        vit = require_vit(self, module, server)
         prompts = PoolPrompts(self.pool, self.length, self.top, vit.width, random.key(server.seed, self.name))
         prompts.task.requires_grad_(False)
         adopt(self, vit, prompts)
+        return vit
 
     def loss(self, step: Step) -> Tensor | None:
         return pull_term(step, self.weight)

@@ -36,6 +36,7 @@ from everfed.method import (
     CompositionError,
     Data,
     Entry,
+    Layout,
     Mean,
     Model,
     Part,
@@ -88,7 +89,7 @@ class FOT(AddsParameters, Part):
 
     def adapt(self, module: nn.Module, server: Server) -> None:
         """Refuses a network with a trained layer whose inputs it cannot sketch."""
-        for entry in hidden_weights(server.layout):
+        for entry in hidden_weights(Layout.of(module)):  # what parts before this one have frozen is not trained
             owner, _, leaf = entry.name.rpartition(".")
             layer = module.get_submodule(owner)
             if leaf != "weight" or not _has_columns(layer):
