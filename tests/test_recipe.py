@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from everfed import __version__
 from everfed.core.context import TrainOptions
 from everfed.core.engine import ClientError
 from everfed.core.evaluate import EvalOptions
@@ -317,6 +318,12 @@ def test_an_error_of_a_client_gets_the_place_of_its_cause(small: Path) -> None:
     error.__cause__ = DataError("no such file")
     message = "FILE, line 3: stream.dataset: client 1 failed in phase 'train' of round 4: no such file"
     assert placed_message(small, error) == message
+
+
+def test_a_key_of_a_newer_version_is_called_one(tmp_path: Path) -> None:
+    text = refused(SMALL + "\n[shiny]\na = 1\n", tmp_path)
+    assert f"shiny is not a key. everfed {__version__} has none like it; a newer version may. Allowed:" in text
+    assert "newer" not in refused(SMALL.replace("[train]", "[trian]"), tmp_path)
 
 
 def test_what_is_not_there_is_no_suggestion(small: Path) -> None:

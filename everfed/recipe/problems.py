@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from everfed import __version__
 from everfed.errors import RecipeError, SettingError, UserError, is_user_error
 from everfed.methods.registry import PARTS
 from everfed.recipe.schema import Recipe
@@ -149,7 +150,7 @@ def _sentence(found: Any) -> str:
     name = ".".join(key)
     if kind == "extra_forbidden":
         allowed = _keys_beside(key)
-        hint = _part_options(key) or suggestion(key[-1], allowed) or _elsewhere(key[-1])
+        hint = _part_options(key) or suggestion(key[-1], allowed) or _elsewhere(key[-1]) or NEWER
         return f"{name} is not a key.{hint} Allowed: {', '.join(allowed)}"
     if kind == "missing":
         return f"{name} is missing{_remedy(key)}"
@@ -188,6 +189,10 @@ def _keys_beside(key: Key) -> list[str]:
 def _part_options(key: Key) -> str:
     """` Did you mean ...?`, where the options of a part stand beside [method], not in it."""
     return f" Did you mean method.{key[0]}?" if len(key) == 1 and key[0] in PARTS else ""
+
+
+# a recipe may come from a version with more keys
+NEWER = f" everfed {__version__} has none like it; a newer version may."
 
 
 def _elsewhere(name: str) -> str:
