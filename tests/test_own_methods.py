@@ -149,6 +149,18 @@ def test_a_second_comparison_in_a_folder_adds_to_its_table() -> None:
     assert set(rows("c")) == {"fedavg", "mine"}  # what is refused changes nothing
 
 
+def test_two_comparisons_in_a_folder_at_the_same_time_end_in_one_table() -> None:
+    beside = []
+
+    def other(event: dict[str, Any]) -> None:
+        if not beside:
+            beside.append(event)
+            everfed.compare(TINY, ["er"], out="c")  # begins after the first, and ends before it
+
+    everfed.compare(TINY, ["fedavg"], out="c", observers=[other])
+    assert set(rows("c")) == {"fedavg", "er"}
+
+
 def test_a_second_sweep_adds_its_cells() -> None:
     for values in ("0.05", "0.2"):
         says("sweep", "day.toml", "--method", "fedavg", "--grid", f"train.optimizer.lr={values}", "--out", "s")

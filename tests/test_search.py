@@ -74,6 +74,26 @@ def test_the_same_trials_are_drawn_every_time_and_rates_by_their_logarithm() -> 
     assert sorted(drawn([few], 9)) == [("train.batch_size=10",), ("train.batch_size=8",), ("train.batch_size=9",)]
 
 
+def test_a_stream_of_ones_own_holds_validation_data_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every period, where the recipe asks for it or a sweep needs it; nothing is trained on it."""
+    monkeypatch.syspath_prepend(".")
+    Path("day_stream.py").write_text(
+        "import numpy as np\n"
+        "def make(client):\n"
+        "    rng = np.random.default_rng(client)\n"
+        "    for _ in range(2):\n"
+        "        yield rng.normal(size=(60, 4)).astype('float32'), rng.integers(0, 3, 60)\n"
+    )
+    Path("own.toml").write_text(
+        '[stream]\nscenario = "own"\ndataset = "day_stream:make"\nclasses = 3\nclients = 2\ntasks = 2\n'
+        '[model]\nkind = "mlp"\n[train]\nrounds_per_task = 1\n[engine]\nkind = "eager"\n[method]\nname = "fedavg"\n'
+    )
+    printed = says("sweep", "own.toml", "--grid", "train.optimizer.lr=0.01..1", "--trials", "2", "--out", "s")
+    assert "holds out no validation data; using eval.split=validation, stream.validation=0.1" in printed
+    result = json.loads(next(Path("s").glob("*/result.json")).read_text())
+    assert result["split"] == "validation" and result["n_test"] == [10, 10]  # a tenth of 48 of each of two clients
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -79,10 +79,12 @@ class Grid:
     def run(self, settings: JobSettings, output: Output) -> Comparison:
         """Check all runs, run those that are not finished, and write the table, with the rows that are there already.
         Raises UserError where these are of something else."""
-        table = of_table(self.folder, self.stem)
-        earlier = earlier_outcomes(table, self.jobs, settings.scale, self.own_of)
+        earlier_outcomes(of_table(self.folder, self.stem), self.jobs, settings.scale, self.own_of)  # or refused
         check(self.jobs, settings)
-        outcomes = [*earlier, *run_all(self.jobs, settings, self.more(), output)]
+        own = run_all(self.jobs, settings, self.more(), output)
+        table = of_table(self.folder, self.stem)  # another process may have written it meanwhile
+        ran = [outcome.job for outcome in own]
+        outcomes = [*earlier_outcomes(table, ran, settings.scale, self.own_of), *own]
         split = self.jobs[0].recipe.eval.split
         baseline = table.baseline or self.baseline
         note = scope_note(split, settings.scale)

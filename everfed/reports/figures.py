@@ -169,7 +169,8 @@ def _measured(name: str, groups: Sequence[SeedGroup]) -> Html:
     drawing = charts.lines(
         found, Axis("Round"), Axis(name.partition(": ")[2]), f"{name}, {len(found)} lines.", _tasks(groups)
     )
-    return charts.figure(name, drawing, "Reported by the part; it does not affect training.", notes=_curve_notes(found))
+    about = "Reported by the part, or by a metric of eval.metrics (eval: ...); it does not affect training."
+    return charts.figure(name, drawing, about, notes=_curve_notes(found))
 
 
 def axis(spec: Curve, groups: Sequence[SeedGroup]) -> Axis:
