@@ -58,6 +58,11 @@ def test_the_accuracy_of_the_clients_own_models_is_a_column_where_it_was_measure
     assert head[-1] == "accuracy of the clients' own models" and row[-1] == "55.5"
 
 
+def test_runs_on_text_have_perplexities_in_place_of_accuracies() -> None:
+    head, row = rows_of([of_recipe("fedavg", 0, {}, perplexity=250.5, forgetting_factor=17.0)])
+    assert (head, row) == (["method", "seeds", "perplexity", "forgetting factor"], ["fedavg", "0", "250.5", "17.0"])
+
+
 def test_a_seed_without_a_score_keeps_its_place() -> None:
     runs = [of_recipe("fedavg", seed, {}, **({} if seed == 1 else {"acc": 0.5 + seed / 10})) for seed in range(3)]
     _, row = rows_of(runs)

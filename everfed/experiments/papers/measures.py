@@ -144,13 +144,18 @@ def _perplexity(sample: Sample) -> float | None:
     return value
 
 
+def _forgetting_factor(sample: Sample) -> float | None:
+    value: float | None = sample.result["metrics"].get("forgetting_factor")
+    return value
+
+
 def _rcp(sample: Sample) -> float | None:
     ours, theirs = _perplexity(sample), _perplexity_without_replay(sample)
     return metrics.rcp(ours, theirs) if ours and theirs else None
 
 
 def _forgetting_factor_relative(sample: Sample) -> float | None:
-    raw, theirs = sample.result["metrics"].get("forgetting_factor"), _perplexity_without_replay(sample)
+    raw, theirs = _forgetting_factor(sample), _perplexity_without_replay(sample)
     return raw / theirs if raw is not None and theirs else None
 
 
@@ -299,6 +304,7 @@ MEASURES: dict[str, Measure] = {
     "rounds_to_best_of_task": _rounds_to_best_of_task,
     "delta": _delta,
     "perplexity": _perplexity,
+    "forgetting_factor": _forgetting_factor,
     "rcp": _rcp,
     "forgetting_factor_relative": _forgetting_factor_relative,
     "rcp_of_period": _rcp_of_period,

@@ -254,10 +254,13 @@ _SCORES = {
     "forgetting": ("", "forgetting"),
 }
 _TASK_IL = {"final accuracy, task-IL": ("task", "acc")}  # where it says something else than the final accuracy
+_PERPLEXITY = "perplexity"  # in place of accuracies
 _WHERE_MEASURED = {
     "learning accuracy, last pass": ("", "learning_accuracy_last_pass"),
     "forgetting, last pass": ("", "forgetting_last_pass"),
     "accuracy of the clients' own models": ("", "local_accuracy"),
+    _PERPLEXITY: ("", "perplexity"),
+    "forgetting factor": ("", "forgetting_factor"),
 }
 
 
@@ -275,7 +278,7 @@ def every_run(recipe: str, records: Iterable[Record]) -> str:
         lines.setdefault(line, []).append(one)
     task_il = any(_score(one, "task", "acc") not in (None, _score(one, "", "acc")) for one in own)
     more = {name: of for name, of in _WHERE_MEASURED.items() if any(_score(one, *of) is not None for one in own)}
-    scores = {**_SCORES, **(_TASK_IL if task_il else {}), **more}
+    scores = {**({} if _PERPLEXITY in more else _SCORES), **(_TASK_IL if task_il else {}), **more}
     rows = [
         [*line, ", ".join(map(_seed, group)), *(_over_seeds(group, *of) for of in scores.values())]
         for line, group in sorted(lines.items())
