@@ -66,7 +66,7 @@ Early = dict[int, tuple[Step, Reply | Absent]]  # by client: replies that came w
 
 class Federated(OneTrainer):
     """Holds no client state. durable: the place from which the run would resume if the server were killed now.
-    outlier: how many times as far as the median client's a model may move, 0 for any. allowed: the number of samples
+    outlier: how many times as long as the median client's a value may be, 0 for any. allowed: the number of samples
     that a client may claim, None where it is not known."""
 
     batches_phases = True

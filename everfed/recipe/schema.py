@@ -233,7 +233,8 @@ class FederationSection(Section):
     retry: seconds before a client that failed is asked again, doubled up to longest_retry. silence: seconds after which
     one that is connected but does not answer is asked again, doubled each time. tries: how often one whose own code
     fails is asked in a phase before it counts as absent, 0 for ever.
-    outlier: a trained model that moved more than so many times as far as the median client's is refused, 0 for never.
+    outlier: a value that is added up and more than so many times as long as the median client's is refused, 0 for
+    never; of a model it is the way from the one that was sent.
     samples: as how many samples a client, by its name, counts at most with weighting = "samples".
     """
 
