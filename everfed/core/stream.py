@@ -279,7 +279,7 @@ class Checks:
     def drifting(self, client: int, index: int, data: Data) -> Data:
         """What a client that drifts sees in a round; its ids are compared with those of the round before."""
         if self._is_new("round", client, index):
-            self._check_client(client, f"round {index}", "round", data, lambda: self.stream.data_in(client, index))
+            self._check_client(client, f"round {index + 1}", "round", data, lambda: self.stream.data_in(client, index))
         return data
 
     def held_out(self, client: int | None, task: int, split: str, data: Data) -> Data:

@@ -119,7 +119,7 @@ class Turning(Mine):
 
 
 def test_ids_that_recur_in_a_round_for_other_samples_are_refused() -> None:
-    said = r"client 0, round 1: sample id 0 is another sample of round 0.*such as ids \+ round \* 1_000_000"
+    said = r"client 0, round 2: sample id 0 is another sample of round 1.*such as ids \+ round \* 1_000_000"
     with pytest.raises(UserError, match=said):
         run(Turning(apart=False), "naive-uniform")
     assert run(Turning()).metrics["acc"] is not None
@@ -133,14 +133,14 @@ def test_one_of_many_recurring_ids_is_enough() -> None:
             found = super().data_in(client, 0)
             return replace(found, x=found.x + (torch.arange(COUNT) == 7)[:, None]) if index == 1 else found
 
-    with pytest.raises(UserError, match="client 0, round 1: sample id 7 is another sample of round 0"):
+    with pytest.raises(UserError, match="client 0, round 2: sample id 7 is another sample of round 1"):
         run(Same())
 
 
 def test_numbers_and_labels_of_a_round_are_looked_at() -> None:
-    with pytest.raises(UserError, match=r"'mine', client 1, round 1: x\[5, 2\] is nan, no finite number"):
+    with pytest.raises(UserError, match=r"'mine', client 1, round 2: x\[5, 2\] is nan, no finite number"):
         run(Turning(holed(float("nan"))))
-    with pytest.raises(UserError, match=r"client 1, round 1: the label y\[5\] is 3; with 3 classes labels are 0 to 2"):
+    with pytest.raises(UserError, match=r"client 1, round 2: the label y\[5\] is 3; with 3 classes labels are 0 to 2"):
         run(Turning(labelled(3)))
 
 
