@@ -61,7 +61,7 @@ class Metric:
         return total / count if count else None
 
 
-class PerClass(Metric):
+class ByClass(Metric):
     """The accuracy on every class, a list by class; None for a class without a sample."""
 
     name = "per-class"
@@ -93,7 +93,7 @@ class Confusion(Metric):
         return [[int(count) for count in sums[row * classes :][:classes]] for row in range(classes)]
 
 
-class PerClient(Metric):
+class ByClient(Metric):
     """The accuracy of every client, a list by client; None for a client that scored nothing."""
 
     name = "per-client"
@@ -107,10 +107,10 @@ class PerClient(Metric):
         owners = [scored.owners[(scored.owners >= 0) & some] for some in (right, torch.ones_like(right))]
         return torch.cat([torch.bincount(own, minlength=scored.facts.clients) for own in owners])
 
-    value = PerClass.value
+    value = ByClass.value
 
 
-METRICS: dict[str, type[Metric]] = {kind.name: kind for kind in (PerClass, PerClient, Confusion)}
+METRICS: dict[str, type[Metric]] = {kind.name: kind for kind in (ByClass, ByClient, Confusion)}
 
 
 class Metrics:

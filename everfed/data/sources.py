@@ -17,7 +17,6 @@ from everfed.data.download import ARCHIVES
 from everfed.data.errors import DataError
 from everfed.data.formats import Arrays, read_npz, split_arrays
 from everfed.data.image_folder import read_image_folder
-from everfed.data.sites import read_sites
 from everfed.data.source import Source, make_source
 from everfed.data.tables import FILE, FOLDER, read_table, warnings_about
 from everfed.data.tables import SUFFIXES as TABLES
@@ -145,6 +144,8 @@ def _load_own(
         if place.is_file() and place.suffix in TABLES:
             return _from_arrays(place.stem, read_table(place, label, aside), place, label_kind=label_kind)
         if place.is_dir() and (site := next((one for one in (FILE, FOLDER) if one in aside), None)):
+            from everfed.data.sites import read_sites
+
             arrays = read_sites(place, site, label, image_size, aside)
             return _from_arrays(place.name, arrays, place, label_kind=label_kind)
         if place.is_dir():
