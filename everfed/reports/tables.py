@@ -351,13 +351,14 @@ def paired(groups: Sequence[SeedGroup]) -> ReportTable:
         for label, difference in found
         if difference is not None
     )
-    numbers = (f"{metric.short} less that of {comparable[0].label if comparable else NONE}", "Low", "High")
-    columns = (Column("Method"), Column("Shared seeds"), *(Column(heading, metric.kind) for heading in numbers))
+    headings = ("Difference", "Low", "High")
+    columns = (Column("Method"), Column("Shared seeds"), *(Column(heading, metric.kind) for heading in headings))
     note = (
         "Differences seed by seed, in points where scores are in per cent. Low and high: the 95 % t-interval of the "
         "mean difference, which needs two seeds. It is not corrected for the number of methods."
     )
-    return ReportTable("paired", "Differences to the best method", columns, rows, note)
+    title = f"{metric.short} less that of the best method, {comparable[0].label if comparable else NONE}"
+    return ReportTable("paired", title, columns, rows, note)
 
 
 def _by_seed(group: SeedGroup) -> dict[int, float]:
