@@ -21,7 +21,7 @@ from everfed.data.errors import DataError
 from everfed.naming import load_object, places, require_network
 from everfed.store.files import digest, file_digest
 
-AUTO, HASHING, WORDLLAMA, DISTILBERT, HUB = "auto", "hashing", "wordllama", "distilbert", "hub:"
+AUTO, HASHING, WORDLLAMA, DISTILBERT, HUB, TOKENS = "auto", "hashing", "wordllama", "distilbert", "hub:", "tokens:"
 FOLDERS = ("distilbert-base-uncased", "distilbert")  # possible folders of DistilBERT below the data folder
 _LENGTH = 128  # tokens; longer texts are cut
 _BATCH = 64
@@ -172,6 +172,33 @@ _POOLINGS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+class TokenEncoder:
+    """No vectors but tokens: the first `length` of every text, padded, for a network that reads tokens. place: a folder
+    with a tokenizer of transformers."""
+
+    tokens = True
+
+    def __init__(self, place: Path, length: int) -> None:
+        self.place, self.length = place, length
+        self.name = f"{TOKENS}{length}:{place.name}"
+
+    @property
+    def fingerprint(self) -> str:
+        kept = [self.place / name for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json")]
+        return f"{self.name} {' '.join(file_digest(path) for path in kept if path.is_file())}"
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        try:
+            tokenizer = _transformers().AutoTokenizer.from_pretrained(self.place, local_files_only=True)
+        except (OSError, ValueError) as problem:
+            raise DataError(f"stream.encoder: {self.place} holds no tokenizer ({problem})") from problem
+        if tokenizer.pad_token_id is None:
+            raise DataError(f"stream.encoder: the tokenizer in {self.place} names no pad_token")
+        shape: dict[str, Any] = {"padding": "max_length", "truncation": True, "max_length": self.length}
+        rows = [row for batch in _batches(texts) for row in tokenizer(batch, **shape)["input_ids"]]
+        return np.array(rows, dtype=np.float32).reshape(len(texts), self.length)
+
+
 class ImageEncoder:
     """The first token's vector of a vision transformer's last layer, in eval mode, of images brought to its size and
     number of channels, and normalised as its preprocessor_config.json says (else mean and deviation 0.5). folder: with
@@ -210,7 +237,7 @@ class ImageEncoder:
 
 def is_of_texts(spec: str) -> bool:
     """Does `stream.encoder = spec` name an encoder that is for texts alone?"""
-    return spec in (AUTO, WORDLLAMA, DISTILBERT) or spec.partition(":")[0] == HASHING or spec.startswith(HUB)
+    return spec in (AUTO, WORDLLAMA, DISTILBERT) or spec.partition(":")[0] == HASHING or spec.startswith((HUB, TOKENS))
 
 
 def make_image_encoder(spec: str, folder: Path | None) -> Encoder:
@@ -252,6 +279,8 @@ def make_encoder(spec: str | None, folder: Path | None) -> Encoder:
         return TransformerEncoder(str(weights))
     if spec.partition(":")[0] == HASHING:
         return _hashing(spec)
+    if spec.startswith(TOKENS):
+        return _tokens(spec, folder)
     if spec.startswith(HUB):
         require_network(spec)
         return TransformerEncoder(_downloaded(spec.removeprefix(HUB)))
@@ -270,11 +299,23 @@ def _hashing(spec: str) -> HashingEncoder:
     return HashingEncoder(int(dimensions))
 
 
+def _tokens(spec: str, folder: Path | None) -> TokenEncoder:
+    length, _, name = spec.removeprefix(TOKENS).partition(":")
+    if not length.isdecimal() or not int(length) or not name:
+        raise DataError(f"stream.encoder: {spec!r}: expected {TOKENS}LENGTH:FOLDER, such as {TOKENS}32:wheel:minilm")
+    found = places(name, folder)
+    place = next((one for one in found if one.is_dir()), None)
+    if place is None:
+        raise DataError(f"stream.encoder: {spec!r}: no folder at {', '.join(map(str, found))}")
+    return TokenEncoder(place, int(length))
+
+
 def _own(spec: str) -> Encoder:
     if ":" not in spec:
         raise DataError(
             f"stream.encoder: {spec!r} is not one of the allowed values: {AUTO}, {DISTILBERT}, {WORDLLAMA}, {HASHING}, "
-            f"{HASHING}:<dimensions>, {HUB}<owner/model>, the folder of a transformer, or package.module:Name"
+            f"{HASHING}:<dimensions>, {HUB}<owner/model>, {TOKENS}<length>:<folder>, the folder of a "
+            "transformer, or package.module:Name"
         )
     made = load_object(spec, "stream.encoder")()
     if not isinstance(made, Encoder):

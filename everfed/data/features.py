@@ -47,8 +47,9 @@ def features(encoder: Encoder, texts: Sequence[str] | np.ndarray, folder: Path |
 
 
 def encoded(texts: Texts, encoder: Encoder) -> Source:
-    """The set as vectors; `encoder` of the source names the encoder."""
-    train, test = features(encoder, texts.train), features(encoder, texts.test)
+    """The set as vectors, or as tokens where the encoder has `tokens`; `encoder` of the source names the encoder."""
+    form = np.int64 if getattr(encoder, "tokens", False) else np.float32
+    train, test = (features(encoder, part).astype(form, copy=False) for part in (texts.train, texts.test))
     names = texts.class_names
     return make_source(
         texts.name,

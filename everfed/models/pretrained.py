@@ -29,7 +29,7 @@ TIMM, HF = "timm:", "hf:"
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 # what the last layer of a network is called in timm, torchvision, transformers and here
-HEADS = ("head", "heads", "classifier", "fc", "score", "pre_logits", "pooler")
+HEADS = ("head", "heads", "classifier", "fc", "score", "pre_logits", "pre_classifier", "pooler")
 
 
 # networks by name -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from everfed import streams
+from everfed import models, streams
 from everfed.data import load
 from everfed.data.encoders import HashingEncoder, TransformerEncoder, make_encoder
 from everfed.data.errors import DataError
@@ -155,6 +155,25 @@ def test_normalised_vectors_have_one_length_and_odd_pooling_is_refused(tmp_path:
     (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_weightedmean_tokens": True}))
     with pytest.raises(DataError, match="pools by pooling_mode_weightedmean_tokens; one of cls, mean, max is needed"):
         TransformerEncoder(str(folder)).encode(TEXTS)
+
+
+def test_tokens_for_a_network_that_reads_them(cache: Path, tmp_path: Path) -> None:
+    """[CLS] = 2, [SEP] = 3, then padding = 0; the set is trained on as int64."""
+    folder = tiny_distilbert(tmp_path / "bert")
+    encoder = make_encoder("tokens:5:bert", tmp_path)
+    assert encoder.encode(["quick fox", "the quick brown fox slow"]).tolist() == [[2, 6, 8, 3, 0], [2, 5, 6, 7, 3]]
+    rows = [
+        {"split": p, "label": i % 2, "text": "fox" if i % 2 else "turtle"} for p in ("train", "test") for i in range(8)
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"dataset": "mine", "scenario": "class-incremental", "tasks": 1, "clients": 1}
+    stream = streams.build({**options, "encoder": "tokens:5:bert"}, 0, 1, tmp_path)
+    assert stream.input_shape == (5,) and stream.data(0, 0).x.dtype == torch.int64
+    model = models.build(f"hf:{folder}", (5,), 2, 0)
+    assert model(stream.inputs(stream.data(0, 0).x)).shape == (8, 2)
+    for spec, message in (("tokens:bert", "expected tokens:LENGTH:FOLDER"), ("tokens:5:none", "no folder at")):
+        with pytest.raises(DataError, match=message):
+            make_encoder(spec, tmp_path)
 
 
 def test_auto_takes_distilbert_where_its_weights_are_and_hashing_elsewhere(
