@@ -212,7 +212,7 @@ class _Lane:
         self.name, self.start = name, time.perf_counter() - started
         self.device = engines.device(section)
         model = on_device(run.first_model(), self.device)
-        options = EvalOptions(**run.recipe.eval.model_dump())
+        options = EvalOptions(**run.recipe.eval.model_dump(exclude={"metrics", "snapshots"}))
         self.runner: Runner = Runner(run.setup, engine, model, options)
         self.seconds: list[float] = []
         self.samples: list[int] = []
