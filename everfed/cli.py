@@ -66,8 +66,8 @@ class Commands(TyperGroup):
             own = in_own_code(error) if code is None and not os.environ.get(WHOLE) else ""
             if code is None and not own:
                 raise
-            said = f"{own}\n{WHOLE}=1 shows everfed's own lines, too" if own else sentence(error)
-            typer.echo(f"error: {said}", err=True)
+            said = f"{own}; {WHOLE}=1 shows everfed's lines, too" if own else f"error: {sentence(error)}"
+            typer.echo(said, err=True)
             raise typer.Exit(FAULT if code is None else code) from error
 
 

@@ -124,18 +124,18 @@ def _part(error: BaseException) -> str:
 
 
 def in_own_code(error: BaseException) -> str:
-    """The message for a bug in a user's code, with the user's lines alone; empty for other bugs."""
+    """The user's lines of a bug in the user's code, and the message below them; empty for other bugs."""
     import traceback
 
     cause = error.__cause__ if isinstance(error, ClientError) and error.__cause__ is not None else error
     frames = traceback.extract_tb(cause.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((*_installed(), "<", OURS))]
     if isinstance(error, ClientError) and not own:  # of another process only the message came
-        return str(error) if ".py, line " in str(error) and OURS not in str(error) else ""
+        return f"error: {error}" if ".py, line " in str(error) and OURS not in str(error) else ""
     if not own:
         return ""
     message = str(error) if isinstance(error, ClientError) else described(error)
-    return "\n".join([message, *(line.rstrip() for line in traceback.format_list(own))])
+    return "\n".join([*(line.rstrip() for line in traceback.format_list(own)), f"error: {message}"])
 
 
 Note = dict[str, Any]  # JSON-ready
