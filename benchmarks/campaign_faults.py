@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -144,8 +144,8 @@ class Federation:
         site = Site(joining, start=False)
         liar = [sys.executable, "-m", "benchmarks.campaign_lies"]
         worker, node = site.child("worker"), site.child("supernode")
-        worker.command = [*liar, "worker", *list(worker.command)[3:], "--plan", str(plan)]
-        node.command = [*liar, "supernode", *list(node.command)[3:]]
+        worker.command = [*liar, "worker", *_words(worker.command), "--plan", str(plan)]
+        node.command = [*liar, "supernode", *_words(node.command)]
         site.start()
         self.sites[client] = site
         return plan
@@ -421,3 +421,8 @@ def drawn(rng: random.Random, count: int, names: tuple[str, ...] = tuple(FAULTS)
         rng.shuffle(kinds)
         found += kinds
     return found[:count]
+
+
+def _words(command: Sequence[str]) -> list[str]:
+    """What follows the module in `python ... -m MODULE ...`."""
+    return list(command)[list(command).index("-m") + 2 :]
