@@ -216,8 +216,8 @@ def _from_hex(text: str) -> bytes:
 
 
 def ledger_keys(own: Tree, client: Client) -> list[str]:
-    """What a sum that is opened is recorded under: the phase of the run; the model, in any round, at any repeat and for
-    any server of the same recipe; the reply, whoever asks for it."""
+    """What a sum that is opened is recorded under: the phase of the run; the model, at any repeat and for any server
+    of the same recipe; the reply, whoever asks for it."""
     if client.attempt is None:  # a simulation: its clients' store is saved and restored with the server's state
         return []
     phase = f"{client.attempt.run} {own['phase']} {own['place']}"
@@ -237,19 +237,18 @@ def require_same_set(own: Tree, clients: Iterable[int], client: Client) -> None:
 
 
 def model_digest(phase: str, reply: Reply, client: Client) -> str:
-    """Digest of the model that a reply answers, in a phase of a recipe, in any round; "" without either."""
+    """Digest of the model that a reply answers, in a phase of a round of a recipe; "" without either."""
     model = dict(client.messages.get(MODEL, {}))
     if client.attempt is None or not reply.values or not model:
         return ""
-    return _digest([client.attempt.recipe, phase], {"model": model})
+    return _digest([client.attempt.recipe, phase, client.round], {"model": model})
 
 
 def reply_digest(phase: str, reply: Reply, client: Client) -> str:
-    """Digest of a reply and of the model that it answers, whichever run asks, in any round; "" for a reply without
-    values."""
+    """Digest of a reply and of the model that it answers, whichever run asks; "" for a reply without values."""
     if client.attempt is None or not reply.values:
         return ""
-    about = [phase, reply.samples, reply.steps]
+    about = [phase, client.round, reply.samples, reply.steps]
     return _digest(about, {"reply": reply.values, "model": dict(client.messages.get(MODEL, {}))})
 
 

@@ -33,9 +33,9 @@ from everfed.privacy.secure import MASK, secured
 from everfed.privacy.secure_engine import Secured, TooFewClients
 from everfed.privacy.secure_sum import SecurePhase
 from everfed.store.clients import ClientStore
-from tests.federation.loop import Loop, runtime, site
+from tests.federation.loop import Loop, runtime
 from tests.support.flaky import Flaky
-from tests.support.toy import Bench, Linear, Toy
+from tests.support.toy import Bench, Toy
 
 CLIENTS, VICTIM = 5, 4
 PATH = "fedavg/params"
@@ -260,35 +260,3 @@ def test_two_sums_of_one_model_at_another_repeat_are_of_the_same_clients(run: st
             (first.totals[PATH][0] - second.totals[PATH][0] - reply_of(bench_of(CLIENTS), VICTIM)).abs().max()
         )
         pytest.fail(f"the reply of client {VICTIM} is known to {error:.1e}")
-
-
-@pytest.mark.parametrize("run", ["a1", "b2"])
-def test_one_reply_in_two_rounds_is_in_sums_of_the_same_clients(run: str, tmp_path: Path) -> None:
-    """FedGP's gradient on the whole buffer draws nothing: in two rounds at one model it is the same to the last bit."""
-    options = {"fedgp": {"samples": 0}, "memory": {"size": 12}}
-    bench = Bench(
-        lambda: secured(methods.build("fedgp+der", options), threshold=0.6),
-        stream=Toy(tasks=1, rounds_per_task=2, clients=CLIENTS),
-        module=Linear,
-    )
-    sites = {client: site(bench, tmp_path, client) for client in range(CLIENTS)}
-    setup, message = bench.setup(), {"model": {key: Cached(0, value) for key, value in bench.model().items()}}
-
-    def opened(phase: str, index: int, position: int, name: str, away: set[int]) -> Any:
-        loop = Loop(sites)
-        loop.away = away
-        known = RunIdentity(name, 1, TEXT)
-        options = PhaseOptions(deadline=1.0, retry=0.0, tries=1)
-        engine = Secured(Federated(setup, bench.build_module, loop, known, options, lambda: (0, 0, 0, 0)), setup)
-        place = Place(index, setup.stream.round(index), 0, position)
-        with suppress(ClientError, TooFewClients):
-            list(engine.exchange(setup.method.phases_by_name()[phase], range(CLIENTS), message, place))
-        return engine._sums
-
-    for name in {"a1", run}:  # fills the buffers: with the same samples, since both runs have one seed
-        opened("train", 0, 0, name, set())
-    first, second = opened("reference", 0, 1, "a1", set()), opened("reference", 1, 1, run, {VICTIM})
-    assert first.totals["fedgp/gradient"][1] == CLIENTS
-    if second is not None and "fedgp/gradient" in second.totals:
-        found = first.totals["fedgp/gradient"][0] - second.totals["fedgp/gradient"][0]
-        pytest.fail(f"the gradient of client {VICTIM} is known: {found[:4].tolist()}")
