@@ -341,7 +341,7 @@ def _transformers() -> Any:
 def _downloaded(name: str) -> str:
     """The folder of a model of the hub, with its weights, its tokenizer and what says how tokens are pooled."""
     _transformers()
-    import huggingface_hub  # comes with transformers
+    import huggingface_hub
 
     try:
         kept = ["*.json", "*.txt", "*.model", "model*.safetensors"]
