@@ -25,6 +25,7 @@ OPTIONAL = {
     "datasets",
     "flwr_datasets",
     "transformers",
+    "huggingface_hub",
     "tokenizers",
     "wordllama",
     "torchmetrics",
