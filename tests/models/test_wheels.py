@@ -131,8 +131,8 @@ def test_the_wheels_themselves(name: str) -> None:
         wheels.place_of(name)
     except wheels.MissingWheel as missing:
         pytest.skip(str(missing))
-    pytest.importorskip("transformers" if name == "minilm" else "onnx", reason="the extra `text` or `export` is missing")
     tokens = name == "minilm"
+    pytest.importorskip("transformers" if tokens else "onnx", reason="the extra `text` or `export` is missing")
     made = models.build(f"wheel:{name}", (8,) if tokens else (3, 32, 32), 4, 0).eval()
     x = torch.ones(2, 8, dtype=torch.int64) if tokens else torch.zeros(2, 3, 32, 32)
     assert made(x).shape == (2, 4)
