@@ -82,14 +82,14 @@ def main(runs: Path | None) -> None:
     sys.path.insert(0, str(ROOT))
     from playwright.sync_api import sync_playwright
 
-    from everfed.reports import write
+    from everfed import report
 
     found = os.environ.get("EVERFED_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         runs = runs or run_demo(Path(folder) / "rotated-digits")
-        report = write([runs], Path(folder) / "report.html", figures=False, title="Rotated digits")
+        written = report([runs], Path(folder) / "report.html", figures=False, title="Rotated digits")
         browser = playwright.chromium.launch(executable_path=found, args=["--headless", "--no-sandbox"])
-        take(browser, runs, report)
+        take(browser, runs, written)
         browser.close()
     for name, width in (("report", 900), ("dashboard", 900), ("result", 640)):
         smaller(IMAGES / f"{name}.png", width)

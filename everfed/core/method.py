@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
@@ -185,7 +184,9 @@ def _changeable(part: Part) -> dict[str, Any]:
 
 
 def _marks(part: Part, name: str) -> tuple[Any, str]:
-    value = inspect.getattr_static(part, name, None)
+    """Of an attribute as it lies on the part or on its class, without the code of a property."""
+    holders = (part, *type(part).__mro__)
+    value = next((vars(holder)[name] for holder in holders if name in vars(holder)), None)
     return _mark(value), _plain(value)
 
 

@@ -78,6 +78,7 @@ class Training:
         self.cuts: list[GraphCut] = []  # between losses and the outputs of separate batches
         self.checked = False  # did the first step keep to what steps may change?
         self._steps: dict[str, Step] = {}
+        self._defining: dict[str, list[Part]] = {}
         self._substeps: Substeps | None = None
         self._scales: tuple[Optimizer, Scales | None] | None = None
 
@@ -91,6 +92,12 @@ class Training:
         """Take the next minibatch and the parts' planned rows."""
         self.x, self.y, self.rows = x, y, rows
         self.batches, self.handed, self.cuts = {}, {}, []
+
+    def defining(self, parts: Sequence[Part], hook: str) -> list[Part]:
+        """The parts that define this hook, looked up in the first step."""
+        if hook not in self._defining:
+            self._defining[hook] = [part for part in parts if overrides(part, hook)]
+        return self._defining[hook]
 
     def states(self, parts: Sequence[Part]) -> dict[str, Seen]:
         """The states of the parts, as they are before a step."""
@@ -270,11 +277,11 @@ def train_step(
     substeps = training.substeps(parts)
     for move in substeps.before:
         _substep(training, move, optimizer, moments, rate)
-    for part in defining(parts, "batches"):
+    for part in training.defining(parts, "batches"):
         training.batches[part.name] = part.batches(training.of(part.name))
     _forward(training, parts)
     loss = _objective(training, parts)
-    for part in defining(parts, "loss"):
+    for part in training.defining(parts, "loss"):
         term = part.loss(training.of(part.name))
         loss = loss if term is None else loss + term
     passes = training.gradients(loss)
@@ -285,11 +292,6 @@ def train_step(
     if before is not None:
         training.check(parts, before)
     return loss.detach()
-
-
-def defining(parts: Sequence[Part], hook: str) -> list[Part]:
-    """The parts that define this hook."""
-    return [part for part in parts if overrides(part, hook)]
 
 
 def _descend(
@@ -303,7 +305,7 @@ def _descend(
     """Gradient rules, optimiser, the parts' own updates."""
     replica = training.replica
     gradient = Gradient(replica, passes)
-    for part in defining(parts, "gradient"):
+    for part in training.defining(parts, "gradient"):
         changed = part.gradient(training.of(part.name), gradient)
         gradient = changed if isinstance(changed, Gradient) else Gradient.of(replica, _whole(changed, part, replica))
     kernel = gradient.lazy and _has_kernel(replica, parts, optimizer)
@@ -315,7 +317,7 @@ def _descend(
         own = None if scales is None else scales.within(main)
         optimizer.apply(replica.params[main], gradient.vector[main], moments, rate, own)
     before = replica.params._version
-    for part in defining(parts, "after"):
+    for part in training.defining(parts, "after"):
         part.after(training.of(part.name))
     if not kernel or replica.params._version != before:  # a part changed the parameters
         replica.refresh()
@@ -356,7 +358,7 @@ def _forward(training: Training, parts: Sequence[Part]) -> None:
     brought = [batch for batches in training.batches.values() for batch in batches.values()]
     joined = [batch for batch in brought if batch.joined]
     apart = [batch for batch in brought if not batch.joined]
-    own_forward = any(overrides(part, "forward") for part in parts)
+    own_forward = bool(training.defining(parts, "forward"))
     one_pass = not replica.mixes_samples or (replica.normalises_apart and not own_forward)
     together = [*joined, *apart] if one_pass else joined
     training.all_y = training.y
@@ -389,7 +391,7 @@ def _together(step: Training, batches: Sequence[Batch]) -> Tensor:
 
 
 def _objective(training: Training, parts: Sequence[Part]) -> Tensor:
-    for part in defining(parts, "objective"):
+    for part in training.defining(parts, "objective"):
         return part.objective(training.of(part.name))
     return training.task_loss(training.all_outputs, training.all_y)
 
