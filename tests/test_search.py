@@ -122,7 +122,7 @@ def searched(folder: Path, trials: int, told: int | None = None, width: int = 1)
     """A search for the rate 0.1, where the score is highest; `told` of its trials have ended."""
     search = Search([RATES], trials, folder, width)
     queue = list(search.asked)
-    while queue and (told is None or len(search.told) < told):
+    while queue and (told is None or len(search.scores) < told):
         cell = queue.pop(0)
         rate = RATES.value(cell[0])
         queue += search.tell(cell, -abs(rate - 0.1), better=1)

@@ -69,7 +69,7 @@ def _method(name: str) -> Facts:
     from everfed.core.part import PLAIN, SHARED, WHOLE
     from everfed.methods import registry as methods
     from everfed.methods.citations import family, papers
-    from everfed.privacy.reveals import sentence, told
+    from everfed.privacy.reveals import sentence, values_sent
 
     method = methods.build(name)
     excluding = {
@@ -89,7 +89,7 @@ def _method(name: str) -> Facts:
         **({"not beside": rules_out} if rules_out else {}),
         "scored": "on the clients, with their own models" if method.personal else "on the server, the shared model",
         "server needs": sentence(method.reveals()),
-        "server sees": told(method),
+        "server sees": values_sent(method),
         "cost": f"on your data: everfed run RECIPE --method {name} --dry-run",
         "family": family(name),
         "to cite": "\n".join(paper.bibtex for paper in papers(name)) or "no paper",

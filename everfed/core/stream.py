@@ -131,7 +131,7 @@ class Stream(ABC):
     class_names: Sequence[str] = ()
     score: str = "accuracy"  # or another of metrics.scores: then the stream defines `measure` or `measure_all`
     also: tuple[str, ...] = ()  # further scores, from the same sums (`value`)
-    warnings: tuple[str, ...] = ()  # told when a run starts
+    warnings: tuple[str, ...] = ()  # shown when a run starts
     boundaries: bool = True  # may a method know when a task begins or ends?
     task_ids: bool = True  # may a method know which task it is in?
     asynchronous: bool = False  # do clients change tasks at different rounds?

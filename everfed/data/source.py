@@ -29,8 +29,8 @@ class Source:
     y_*: by `targets`, one of `everfed.data.targets.KINDS`: (n,) int64 class ids below `classes`; (n, classes) uint8, 0
     or 1, for several labels a sample; (n, classes) float32 for regression. So `classes` is the width of the head.
     origin: where the data came from, for reports. encoder: what made features of texts; "" where nothing did. columns:
-    further facts of the samples of both parts, (n,) numbers or words, by which clients and tasks may be told apart.
-    warnings: told when a run starts.
+    further facts of the samples of both parts, (n,) numbers or words, by which clients and tasks may be divided.
+    warnings: shown when a run starts.
     """
 
     name: str

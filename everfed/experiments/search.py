@@ -99,7 +99,7 @@ class Search:
     folder: Path
     width: int
     asked: list[Cell] = field(default_factory=list)
-    told: dict[Cell, float] = field(default_factory=dict)
+    scores: dict[Cell, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _optuna()
@@ -118,9 +118,9 @@ class Search:
 
     def tell(self, cell: Cell, score: float, better: int) -> list[Cell]:
         """What a trial came to; returns those that follow from it. better: 1 where more is, -1 where less is."""
-        self.told[cell] = score
+        self.scores[cell] = score
         found: list[Cell] = []
-        while len(self.asked) < self.trials and len(self.asked) - len(self.told) < self.width:
+        while len(self.asked) < self.trials and len(self.asked) - len(self.scores) < self.width:
             proposed = self._proposed(better)
             if proposed is None:
                 break
@@ -143,7 +143,7 @@ class Search:
 
     def _by_tpe(self, better: int, seed: int) -> Cell:
         optuna = _optuna()
-        known = [score for score in self.told.values() if np.isfinite(score)]
+        known = [score for score in self.scores.values() if np.isfinite(score)]
         worst = (min(known) if better > 0 else max(known)) if known else 0.0
         space = {axis.key: _distribution(optuna, axis) for axis in self.axes}
         sampler = optuna.samplers.TPESampler(
@@ -152,8 +152,8 @@ class Search:
         study = optuna.create_study(direction="maximize" if better > 0 else "minimize", sampler=sampler)
         for cell in self.asked:
             facts: dict[str, Any] = {"state": optuna.trial.TrialState.RUNNING}
-            if cell in self.told:  # one that diverged counts as the worst
-                facts = {"value": self.told[cell] if np.isfinite(self.told[cell]) else worst}
+            if cell in self.scores:  # one that diverged counts as the worst
+                facts = {"value": self.scores[cell] if np.isfinite(self.scores[cell]) else worst}
             params = {axis.key: axis.value(entry) for axis, entry in zip(self.axes, cell, strict=True)}
             study.add_trial(optuna.trial.create_trial(params=params, distributions=space, **facts))
         params = study.ask(space).params

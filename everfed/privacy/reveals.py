@@ -58,7 +58,7 @@ TELLS = {
 }
 
 
-def told(method: Method) -> dict[str, dict[str, str]]:
+def values_sent(method: Method) -> dict[str, dict[str, str]]:
     """{phase: {PART/KEY: what it tells of a client, and what the server sees without and with secure aggregation}}."""
     protected = "this method cannot run" if method.reveals() else "the sum alone"
     sees = f"The server sees each client's; with secure aggregation: {protected}"

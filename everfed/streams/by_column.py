@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from everfed.data.source import Source
 from everfed.streams.incremental import IncrementalStream
@@ -50,18 +49,6 @@ class ByColumn(IncrementalStream):
         """The rows of the task's stretch."""
         of = self._tasks_of["train" if y is self._y_train else "test"]
         return rows[of[rows] == task]
-
-    def classes_of(self, task: int) -> tuple[int, ...]:
-        """All classes, in every task."""
-        return tuple(range(self.source.classes))
-
-    def view(self, x: Tensor, task: int) -> Tensor:
-        """The samples as they are."""
-        return x
-
-    def division_of(self, task: int) -> int:
-        """A division of its own for every task."""
-        return task
 
     def facts(self) -> dict[str, Any]:
         """The column, and the values of every task."""

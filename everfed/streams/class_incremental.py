@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from everfed.data.source import Source
 from everfed.streams.draws import generator
@@ -70,14 +69,6 @@ class ClassIncremental(IncrementalStream):
     def classes_of(self, task: int) -> tuple[int, ...]:
         """The classes of `task`, ascending."""
         return self._blocks[task]
-
-    def view(self, x: Tensor, task: int) -> Tensor:
-        """The samples as they are."""
-        return x
-
-    def division_of(self, task: int) -> int:
-        """A division of its own for every task."""
-        return task
 
     def facts(self) -> dict[str, Any]:
         """The class order and the classes of every task."""

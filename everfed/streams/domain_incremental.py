@@ -35,10 +35,6 @@ class DomainIncremental(IncrementalStream):
         self.transform = transform
         self.name = f"{source.name}-{transform}"
 
-    def classes_of(self, task: int) -> tuple[int, ...]:
-        """All classes, in every task."""
-        return tuple(range(self.source.classes))
-
     def view(self, x: Tensor, task: int) -> Tensor:
         """The samples under the transform of `task`."""
         if self.transform == "rotate":

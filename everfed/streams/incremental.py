@@ -110,17 +110,17 @@ class IncrementalStream(ByObjective, PlannedStream):
 
     # What a scenario decides
 
-    @abstractmethod
     def classes_of(self, task: int) -> tuple[int, ...]:
-        """The classes of `task`, ascending."""
+        """The classes of `task`, ascending; by default all."""
+        return tuple(range(self.source.classes))
 
-    @abstractmethod
     def view(self, x: Tensor, task: int) -> Tensor:
-        """Samples of the source as `task` shows them; same shape and dtype."""
+        """Samples of the source as `task` shows them, of the same shape and dtype; by default as they are."""
+        return x
 
-    @abstractmethod
     def division_of(self, task: int) -> int:
-        """The number of the division that `task` uses; that task's classes are what is divided."""
+        """The number of the division that `task` uses, by default its own; that task's classes are divided."""
+        return task
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:

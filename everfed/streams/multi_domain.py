@@ -63,18 +63,6 @@ class MultiDomain(IncrementalStream):
         ends = self._train_ends if y is self._y_train else self._test_ends
         return rows[(rows >= ends[task]) & (rows < ends[task + 1])]
 
-    def classes_of(self, task: int) -> tuple[int, ...]:
-        """All classes, in every task."""
-        return tuple(range(self.source.classes))
-
-    def view(self, x: Tensor, task: int) -> Tensor:
-        """The samples as they are."""
-        return x
-
-    def division_of(self, task: int) -> int:
-        """A division of its own for every domain."""
-        return task
-
     def facts(self) -> dict[str, Any]:
         """The domains in order, with where they came from and how many samples of each are used."""
         counts = [

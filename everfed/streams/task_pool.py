@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from everfed.core.data import Data
 from everfed.data.imagenet import SIZES, load_imagenet
@@ -107,10 +106,6 @@ class TaskPool(IncrementalStream):
         """The classes that any client has in `task`."""
         begin = task % self._in_a_pass * self.classes_per_task
         return tuple(np.unique(self.orders[:, begin : begin + self.classes_per_task]).tolist())
-
-    def view(self, x: Tensor, task: int) -> Tensor:
-        """The samples as they are."""
-        return x
 
     def division_of(self, task: int) -> int:
         """One division for the whole run."""
