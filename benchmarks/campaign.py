@@ -106,7 +106,7 @@ def simulated(recipe: Recipe, left_out: Missing, folder: Path) -> bytes:
     run = assemble(recipe, None, 1.0)
     setup, secure = run.setup, recipe.privacy.secure_aggregation
     inner = privacy.wrap(Eager(setup, ClientStore(), run.build_module), setup, "cpu", lambda event: None)
-    scores = EvalOptions(**recipe.eval.model_dump(exclude={"metrics", "snapshots"}))
+    scores = recipe.eval.as_options(EvalOptions)
     runner = Runner(setup, LeftOut(inner, left_out, secure), run.first_model(), scores)
     folder.mkdir()
     saved_model.save(RunFolder(folder), run, runner.run().model)

@@ -4,7 +4,8 @@
     python docs/options.py --check    says which pages are out of date
 
 A page holds one between `<!-- options: fedgp memory.size -->` and `<!-- end -->`: of whole parts, or of single options.
-The owner may also be a policy of the memory, `policy/herding`, or `gradients`, the table of that name.
+The owner may also be a policy of the memory, `policy/herding`, `gradients`, the table of that name, or a table of the
+recipe, `table/train/optimizer`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed.core.option import declared_options
+from everfed.core.run_options import TABLES
 from everfed.methods import registry
 from everfed.methods.replay.memory import policy_class
 from everfed.methods.replay.sample_gradients import GradientOptions
@@ -41,8 +43,9 @@ def _rows(name: str, several: bool) -> Iterator[tuple[str, ...]]:
     kind = owner_class(owner)
     defaults = {field.name: _default(field) for field in fields(kind)}
     for option, declared in declared_options(kind):
-        if only in ("", option):
-            shown = f"`{owner.rpartition('/')[2]}.{option}`" if several else f"`{option}`"
+        if only in ("", option) and (declared.about or kind not in TABLES.values()):
+            known = owner.removeprefix("policy/").removeprefix("table/").replace("/", ".")
+            shown = f"`{known}.{option}`" if several else f"`{option}`"
             yield shown, f"`{defaults[option]}`", declared.allowed, _cell(declared.about)
 
 
@@ -52,14 +55,16 @@ def _cell(text: str) -> str:
 
 
 def owner_class(name: str) -> type:
-    """The dataclass that declares the options of a part, of a memory's policy, or of its gradients."""
+    """The dataclass that declares the options of a part, of a memory's policy or gradients, or of a recipe's table."""
+    if name.startswith("table/"):
+        return TABLES[name.removeprefix("table/").replace("/", ".")]
     if name == "gradients":
         return GradientOptions
     return policy_class(name.removeprefix("policy/")) if name.startswith("policy/") else registry.part_class(name)
 
 
 def _default(field: Any) -> str:
-    return written(field.default if field.default is not MISSING else field.default_factory())
+    return written(field.default if field.default_factory is MISSING else field.default_factory())
 
 
 def written(value: Any) -> str:
@@ -68,6 +73,8 @@ def written(value: Any) -> str:
         return f"{{ {', '.join(f'{name} = {written(entry)}' for name, entry in asdict(value).items())} }}"
     if isinstance(value, tuple):
         return f"[{', '.join(map(written, value))}]"
+    if value is MISSING:
+        return "needed"
     if value is None or isinstance(value, bool):
         return "unset" if value is None else str(value).lower()
     if isinstance(value, float) and len(str(value)) > 8:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from everfed.core.context import Facts, TrainOptions
+from everfed.core.context import Facts
 from everfed.core.data import Data, Schedule, Table
 from everfed.core.handle import Client, Server
 from everfed.core.layout import AddsParameters, Entry, Layout
@@ -34,6 +34,7 @@ from everfed.core.part import (
 )
 from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Collect, Mean, Phase, Reducer, Sum, When, every
 from everfed.core.replica import Gradient
+from everfed.core.run_options import TrainOptions
 from everfed.core.step import Batch, Step, Substep
 from everfed.core.stream import RoundPlan, Stream
 from everfed.core.trainer import Fitted

@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"core", "kernels", "method", "metrics", "store"},
     "streams": {"core", "data", "method", "metrics"},
     "methods": {"core", "data", "method", "metrics", "models"},
-    "recipe": {"method", "methods"},
+    "recipe": {"core", "method", "methods"},
     "privacy": {"core", "method", "methods", "store"},
     "engines": {"core", "kernels", "store"},
     "reports": {"core", "metrics", "recipe", "store"},

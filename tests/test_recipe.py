@@ -2,35 +2,24 @@
 
 import errno
 import string
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import ValidationError
 
 from everfed import __version__
-from everfed.core.context import TrainOptions
 from everfed.core.engine import ClientError
-from everfed.core.evaluate import EvalOptions
-from everfed.core.optimizer import Optimizer, ParameterGroup
-from everfed.core.option import declared_options
+from everfed.core.option import HasOptions, option
 from everfed.data.errors import DataError
 from everfed.errors import RecipeError, UserError, exit_code, is_user_error, sentence
-from everfed.methods.monitor import PageHinkley
 from everfed.methods.registry import MethodError
 from everfed.recipe import Places, Recipe, from_table, parse_value, placed, read, read_placed, scaled, settled, to_toml
 from everfed.recipe.problems import split_key
-from everfed.recipe.schema import (
-    EvalSection,
-    ModelSection,
-    MonitorSection,
-    OptimizerGroup,
-    OptimizerSection,
-    TrainSection,
-)
+from everfed.recipe.schema import section_of
 
 SMALL = """\
 # a recipe for tests
@@ -258,7 +247,7 @@ def test_refusals_name_line_key_and_what_is_allowed(tmp_path: Path, old: str, ne
 def test_unknown_keys_list_the_allowed_ones(tmp_path: Path) -> None:
     message = refused(SMALL.replace("rounds_per_task", "rounds"), tmp_path)
     assert message.endswith(
-        "Allowed: rounds_per_task, local_epochs, batch_size, optimizer, sync_every, logits, drop_last"
+        "Allowed: rounds_per_task, optimizer, local_epochs, batch_size, sync_every, logits, drop_last"
     )
 
 
@@ -439,56 +428,34 @@ def test_the_resolved_recipe_spells_out_every_value() -> None:
     assert "local_epochs = 1" in text and "[method.defaults]" not in text
 
 
-@pytest.mark.parametrize(
-    ("section", "options", "elsewhere"),
-    [
-        (OptimizerSection, Optimizer, set()),
-        (EvalSection, EvalOptions, {"metrics", "snapshots"}),  # of what is kept beside the scores
-        (TrainSection, TrainOptions, {"rounds_per_task", "batchnorm"}),  # of the stream, and of [model]
-    ],
-)
-def test_a_section_and_the_options_made_from_it_have_the_same_keys_and_defaults(
-    section: type[BaseModel], options: type, elsewhere: set[str]
-) -> None:
-    given, made = section(), options()
-    keys = {*section.model_fields, *(field.name for field in fields(options))} - elsewhere
-    for key in keys:
-        default = getattr(given, key)
-        plain = default.model_dump() if isinstance(default, BaseModel) else default
-        own = getattr(made, key)
-        assert as_lists(plain) == as_lists(asdict(own) if is_dataclass(own) else own), key
+def test_a_table_has_its_options_types_and_bounds_from_their_declaration() -> None:
+    @dataclass(frozen=True)
+    class Inner(HasOptions):
+        names: Sequence[str] = option()
+
+    @dataclass(frozen=True)
+    class Outer(HasOptions):
+        share: float = option(0.5, above=0, at_most=1)
+        decay: float = option(0.9, at_least=0, below=1)
+        kind: str = option("a", one_of=("a", "b"))
+        rates: Sequence[float] = option((1.0,))
+        inner: Sequence[Inner] = option(())
+        hidden: int = option(3)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.kind == "b" and self.share < 1:
+                raise ValueError("kind = 'b' needs share = 1")
+
+    made = section_of(Outer, "hidden")
+    assert made().model_dump() == {"share": 0.5, "decay": 0.9, "kind": "a", "rates": [1.0], "inner": []}
+    assert made(rates=[0.5], kind="b", share=1.0).as_options(Outer, hidden=4) == Outer(1.0, 0.9, "b", (0.5,), hidden=4)
+    bounds = [{"share": 0.0}, {"share": 2.0}, {"decay": -0.1}, {"decay": 1.0}, {"kind": "c"}]
+    for wrong in (*bounds, {"rates": [""]}, {"inner": [{}]}, {"kind": "b"}, {"hidden": 1}):
+        with pytest.raises(ValidationError):
+            made(**wrong)
 
 
-@pytest.mark.parametrize(
-    ("section", "options"),
-    [
-        (OptimizerSection, Optimizer),
-        (OptimizerGroup, ParameterGroup),
-        (TrainSection, TrainOptions),
-        (ModelSection, TrainOptions),
-        (EvalSection, EvalOptions),
-        (MonitorSection, PageHinkley),
-    ],
-)
-def test_a_section_and_the_options_made_from_it_have_the_same_bounds(section: type[BaseModel], options: type) -> None:
-    declared = dict(declared_options(options))
-    common = [name for name in section.model_fields if name in declared]
-    assert common
-    for name in common:
-        entry, own = section.model_fields[name], declared[name]
-        bounds = {
-            kind: getattr(one, kind)
-            for one in entry.metadata
-            for kind in ("ge", "gt", "le", "lt")
-            if hasattr(one, kind)
-        }
-        mine = {"ge": own.at_least, "gt": own.above, "le": own.at_most, "lt": own.below}
-        assert bounds == {kind: bound for kind, bound in mine.items() if bound is not None}, name
-        assert own.one_of == (get_args(entry.annotation) if get_origin(entry.annotation) is Literal else ()), name
-
-
-def as_lists(value: Any) -> Any:
-    """Tuples as the lists that TOML has."""
-    if isinstance(value, dict):
-        return {key: as_lists(entry) for key, entry in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+def test_what_a_relation_refuses_is_named_with_its_table() -> None:
+    with pytest.raises(RecipeError, match=r"train\.optimizer: factors must be .* got \[\] with schedule = 'table'"):
+        from_table({"method": {"name": "fedavg"}, "train": {"optimizer": {"schedule": "table"}}})

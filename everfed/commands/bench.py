@@ -200,7 +200,7 @@ class _Lane:
 
     def __init__(self, name: str, run: Run, stack: ExitStack) -> None:
         from everfed import engines
-        from everfed.core.evaluate import EvalOptions
+        from everfed.core.run_options import EvalOptions
         from everfed.core.server import Runner
         from everfed.core.tree import on_device
         from everfed.store.clients import ClientStore
@@ -212,7 +212,7 @@ class _Lane:
         self.name, self.start = name, time.perf_counter() - started
         self.device = engines.device(section)
         model = on_device(run.first_model(), self.device)
-        options = EvalOptions(**run.recipe.eval.model_dump(exclude={"metrics", "snapshots"}))
+        options = run.recipe.eval.as_options(EvalOptions)
         self.runner: Runner = Runner(run.setup, engine, model, options)
         self.seconds: list[float] = []
         self.samples: list[int] = []

@@ -6,7 +6,7 @@ import inspect
 import json
 import sys
 import textwrap
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ import typer
 
 from everfed.commands import options
 from everfed.core.option import Option, declared_options
+from everfed.core.run_options import TABLES
 from everfed.errors import UserError
 from everfed.naming import nearest
 
@@ -22,11 +23,13 @@ WIDTH = 100
 
 
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A method, a recipe, a data set or a part.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A method, a recipe, one of its tables, a data set or a part.")
+    ],
     data: options.Data = None,
     as_json: options.Json = False,
 ) -> None:
-    """Explain a method, a recipe, a data set or a part.
+    """Explain a method, a recipe, one of its tables, a data set or a part.
 
     Of a method: what it does, its parts with their options and defaults, what
     it exchanges beside the model, what it needs to know, what the server sees
@@ -37,6 +40,7 @@ def show(
       everfed show fedgp+der
       everfed show fedgp/table1-rotated-mnist
       everfed show mnist --data ~/data
+      everfed show train.optimizer
     """
     facts = _facts(name, data)
     if as_json:
@@ -59,6 +63,8 @@ def _facts(name: str, data: Path | None) -> Facts:
     sets = {known: (found, where) for known, found, where in available(data)}
     if name in sets or Path(name).exists():
         return _dataset(name, data, *sets.get(name, (True, name)))
+    if name in TABLES:
+        return {"table of a recipe": name, "options": _options(TABLES[name])}
     if name in methods.PARTS or ":" in name:
         return {"part": name, **_part(methods.part_class(name))}
     known = [*methods.names(), *recipes.names(), *sets, *methods.PARTS]
@@ -114,13 +120,22 @@ def _part(kind: type[Any], made: Any = None) -> Facts:
     return {
         "about": " ".join(paper.partition("\n\n")[0].split()),
         **({"explained": own} if own else {}),
-        "options": {name: _option(name, declared, kind, made) for name, declared in declared_options(kind)},
+        "options": _options(kind, made),
+    }
+
+
+def _options(kind: type[Any], made: Any = None) -> Facts:
+    return {
+        name: _option(name, declared, kind, made)
+        for name, declared in declared_options(kind)
+        if declared.about or kind not in TABLES.values()
     }
 
 
 def _option(name: str, declared: Option, kind: type[Any], made: Any) -> str:
     """Its value as the method sets it, else the default; what it may be, and what it means."""
-    default = next(field.default for field in fields(kind) if field.name == name)
+    field = next(field for field in fields(kind) if field.name == name)
+    default = field.default if field.default is not MISSING else "needed"
     value = getattr(made, name) if made is not None else default
     allowed = f" ({declared.allowed})" if declared.allowed else ""
     return f"{value}{allowed}{': ' if declared.about else ''}{declared.about}"

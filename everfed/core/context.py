@@ -19,10 +19,9 @@ from everfed.core.data import Data
 from everfed.core.layout import Layout, Pieces, TrainsPieces
 from everfed.core.method import Method
 from everfed.core.metric import Metrics
-from everfed.core.optimizer import Optimizer
-from everfed.core.option import HasOptions, option
 from everfed.core.part import HELD_OUT, HISTORY
 from everfed.core.phase import EVALUATE, Phase
+from everfed.core.run_options import TrainOptions
 from everfed.core.stream import Checks, HeldOut, Hidden, RoundPlan, Stream
 from everfed.errors import Fault
 
@@ -59,22 +58,6 @@ class Facts:
         if not (self.boundaries or self.task_ids):
             object.__setattr__(self, "tasks", 1)
             object.__setattr__(self, "rounds_per_task", self.rounds)
-
-
-@dataclass(frozen=True)
-class TrainOptions(HasOptions):
-    """How a client trains. logits: which of them the task loss sees: "full", "seen" or "task".
-    batchnorm: statistics are averaged ("mean") or stay on the client ("local")."""
-
-    local_epochs: int = option(1, at_least=1)
-    batch_size: int = option(32, at_least=1)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    sync_every: int = option(1, at_least=1)
-    logits: str = option("full", one_of=("full", "seen", "task"))
-    drop_last: bool = False
-    batchnorm: str = option("mean", one_of=("mean", "local"))
-
-    option_prefix = "train."
 
 
 class Ledger(Protocol):

@@ -22,8 +22,8 @@ from everfed.core.data import Data
 from everfed.core.engine import Engine, Replies
 from everfed.core.message import Message, Model, State
 from everfed.core.metric import TaskSums
-from everfed.core.option import HasOptions, option
 from everfed.core.phase import EVALUATE, Phase, Sum
+from everfed.core.run_options import RULES, EvalOptions
 from everfed.core.stream import HeldOut, Stream
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from everfed.core.events import Reporter
     from everfed.core.server import Exchange, RunState
 
-RULES = ("full", "seen", "task")
 OF_TASK = 1 + RULES.index("task")  # the column of a row of counts
 _LOGITS_AT_ONCE = 2**24
 
@@ -137,21 +136,6 @@ def _measured(
 
 
 # the phase ------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class EvalOptions(HasOptions):
-    """logits: the rule that result.json reports; every: also score the tasks seen so far every so many rounds (0: only
-    at task ends); zero_shot: fill the matrix above its diagonal too; split: "test" or "validation"; top_k: how many
-    highest logits count as the answer."""
-
-    logits: str = option("full", one_of=RULES)
-    every: int = option(0, at_least=0)
-    zero_shot: bool = False
-    split: str = option("test", one_of=("test", "validation"))
-    top_k: int = option(1, at_least=1)
-
-    option_prefix = "eval."
-
-
 def scored_on_clients(setup: Setup) -> bool:
     """Do the clients score, because they hold what is scored, or what it is scored on?"""
     return setup.personal or setup.stream.own_tests

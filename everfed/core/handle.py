@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.context import Attempt, Context, Facts, TrainOptions
+from everfed.core.context import Attempt, Context, Facts
 from everfed.core.data import Data
 from everfed.core.layout import Layout, only_trained
 from everfed.core.message import MODEL, Message, Model, State
 from everfed.core.optimizer import Optimizer
+from everfed.core.run_options import TrainOptions
 from everfed.core.stream import HeldOut
 from everfed.core.tree import Tree
 

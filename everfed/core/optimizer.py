@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everfed.core.layout import Layout
-from everfed.core.option import HasOptions, option
+from everfed.core.run_options import OptimizerOptions
 from everfed.kernels import load_kernels
 
 kernel = load_kernels("everfed.kernels.adam")
-
-KINDS = ("sgd", "adam", "adamw")
-SCHEDULES = ("constant", "linear", "exponential", "geometric", "cosine", "table")
-
-
-@dataclass(frozen=True)
-class ParameterGroup(HasOptions):
-    """Parameters, by patterns of their names, with a rate or a weight decay of their own; None: the optimiser's."""
-
-    match: Sequence[str]
-    lr: float | None = option(None, at_least=0)
-    weight_decay: float | None = option(None, at_least=0)
-
-    option_prefix = "optimizer.groups."
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "match", tuple(self.match))
-        if not self.match or not all(isinstance(pattern, str) for pattern in self.match):
-            raise ValueError(f"optimizer.groups.match must be a list of patterns; got {list(self.match)}")
-
-    def owns(self, parameter: str) -> bool:
-        return any(fnmatchcase(parameter, pattern) for pattern in self.match)
 
 
 @dataclass(frozen=True)
@@ -54,51 +29,8 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class Optimizer(HasOptions):
-    """Hyper-parameters only; the state is a dict of vectors that the caller keeps.
-
-    kind: "sgd", "adam", or "adamw", whose weight decay is not part of the gradient. clip: the gradient's L2 norm over
-    all parameters is cut to it, as torch.nn.utils.clip_grad_norm_ does; 0 for no limit. groups: parameters with a rate
-    or weight decay of their own, by name; of several groups that match one the first counts.
-    schedule: how lr moves over the rounds of a task: constant; linear, from lr towards 0
-    (round i of R uses lr * (1 - i/R)); exponential, from lr at the first round to lr_end at the last; geometric
-    and cosine, from lr to lr_end, which they would reach in round R; table, lr times the `factors`, which share the
-    rounds of a task evenly among them: the last round always has the last one.
-    warmup: in so many rounds of a task, or a share of one, lr rises linearly to its value; the schedule has the rest.
-    by: "round", the rate is that of the round in all its steps, or "step": it moves with every local step.
-    state: "fresh" starts anew every round, "kept" carries momentum and moments from round to round on the client,
-    "task" does so within a task.
-    """
-
-    kind: str = option("sgd", one_of=KINDS)
-    lr: float = option(0.1, at_least=0)
-    momentum: float = option(0.0, at_least=0)
-    weight_decay: float = option(0.0, at_least=0)
-    beta1: float = option(0.9, at_least=0, below=1)
-    beta2: float = option(0.999, at_least=0, below=1)
-    eps: float = option(1e-8, above=0)
-    schedule: str = option("constant", one_of=SCHEDULES)
-    lr_end: float = option(1e-3, above=0)
-    state: str = option("fresh", one_of=("fresh", "kept", "task"))
-    factors: Sequence[float] = ()
-    clip: float = option(0.0, at_least=0)
-    warmup: float = option(0.0, at_least=0)
-    by: str = option("round", one_of=("round", "step"))
-    groups: Sequence[ParameterGroup] = ()
-
-    option_prefix = "optimizer."
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "factors", tuple(self.factors))
-        object.__setattr__(self, "groups", tuple(_as_group(group) for group in self.groups))
-        if self.lr == 0 and any(group.lr for group in self.groups):
-            raise ValueError("optimizer.groups: with lr = 0 no group can have a rate; give lr itself a value")
-        if bool(self.factors) != (self.schedule == "table") or not all(factor >= 0 for factor in self.factors):
-            raise ValueError(
-                "optimizer.factors must be numbers of at least 0, some with schedule = 'table' and none otherwise; got "
-                f"{list(self.factors)} with schedule = {self.schedule!r}"
-            )
+class Optimizer(OptimizerOptions):
+    """Hyper-parameters only; the state is a dict of vectors that the caller keeps."""
 
     def rate(self, index: float, rounds: float) -> float:
         """The learning rate of round `index` of a task of `rounds` rounds; a share of a round counts, too."""
@@ -198,7 +130,3 @@ class Optimizer(HasOptions):
             and 0.0 < self.beta1 < 1.0
             and 0.0 < self.beta2 < 1.0
         )
-
-
-def _as_group(group: ParameterGroup | Mapping[str, Any]) -> ParameterGroup:
-    return group if isinstance(group, ParameterGroup) else ParameterGroup(**group)

@@ -16,7 +16,7 @@ from typing import Any
 
 from everfed.core.context import Context, Place, PlaceKey, Setup
 from everfed.core.engine import Engine, PhaseCall, Replies
-from everfed.core.evaluate import EvalOptions, Evaluation, scored_on_clients
+from everfed.core.evaluate import Evaluation, scored_on_clients
 from everfed.core.events import Monitor, Observer, Reporter, check_finite
 from everfed.core.handle import Server, with_state
 from everfed.core.layout import PIECES, TrainsPieces, cut, pasted
@@ -34,6 +34,7 @@ from everfed.core.message import (
 )
 from everfed.core.part import Reduced
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Reduction, When
+from everfed.core.run_options import EvalOptions
 from everfed.core.stream import RoundPlan
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from everfed.core.run_options import WaitOptions
 
 
 @dataclass(frozen=True)
-class PhaseOptions:
-    """Deadlines, quorum and retries of a phase; the recipe's [federation].
-
-    deadline: seconds after which the phase goes on without missing replies, 0 for never; deadlines: of single phases.
-    minimum: replies below which it never ends (0: all, or 1 where there is a deadline). enough: the share of replies
-    that ends it at once (over-selection). retry: seconds before a failed request is repeated, doubled each time up to
-    `longest_retry`. silence: seconds before an unanswered request to a connected client is repeated, doubled each time;
-    a finished step is answered from the client's journal. tries: failures of the client itself after which it is absent
-    in this phase, 0 for no limit; a client that cannot be reached is waited for.
-    """
-
-    deadline: float = 0.0
-    deadlines: Mapping[str, float] = field(default_factory=dict)
-    minimum: int = 0
-    enough: float = 1.0
-    retry: float = 1.0
-    longest_retry: float = 30.0
-    silence: float = 120.0
-    tries: int = 10
+class PhaseOptions(WaitOptions):
+    """Deadlines, quorum and retries of a phase; the recipe's [federation]. A finished step is answered from the
+    client's journal; a client that cannot be reached is waited for, whatever `tries` says."""
 
     def over(self, phase: str, clients: int, answered: int, seconds: float, given_up: int = 0) -> bool:
         """May the phase end now? clients: how many it has; given_up: how many of them will not answer."""

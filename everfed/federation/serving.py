@@ -119,7 +119,7 @@ def _engine(
     log.write(what="start", run=name, epoch=epoch)
     transport = AuditedTransport(GridTransport(open_grid, enrol, noted(notify, log)), log)
     section = run.recipe.federation
-    options = PhaseOptions(**section.model_dump(exclude={"outlier", "samples"}))
+    options = section.as_options(PhaseOptions)
     _wait_for(transport, serving.clients or run.stream.clients, notify)
 
     def allowed(client: int) -> int | None:

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from everfed.core.events import LOSS, Event, Monitor, Signals
 from everfed.core.method import Method
-from everfed.core.option import HasOptions
+from everfed.core.run_options import RiseOptions
 from everfed.core.spans import NAMED, spans
 from everfed.core.trainer import Trainer
 from everfed.method import Client, Collect, Part, Server, option
@@ -75,8 +75,7 @@ def reporting(method: Method, section: MonitorSection) -> Method:
 def monitors(section: MonitorSection) -> list[Monitor]:
     """The monitors that a recipe asks for."""
     watched = _watched(section)
-    detector = PageHinkley(section.delta, section.threshold, section.window, section.warmup)
-    return [DriftMonitor(detector, watched)] if watched else []
+    return [DriftMonitor(section.as_options(PageHinkley), watched)] if watched else []
 
 
 # the monitor ----------------------------------------------------------------------------------------------------------
@@ -91,13 +90,8 @@ class Track:
 
 
 @dataclass(frozen=True)
-class PageHinkley(HasOptions):
+class PageHinkley(RiseOptions):
     """Suspects a rise of the mean of what it observes."""
-
-    delta: float = option(0.1, at_least=0, about="a rise of the mean that is tolerated")
-    threshold: float = option(0.5, above=0, about="of the statistic")
-    window: int = option(5, at_least=1, about="observations that the mean remembers")
-    warmup: int = option(2, at_least=1, about="observations before anything is suspected")
 
     def step(self, track: Track, x: float) -> tuple[Track, bool]:
         """(the track with one more observation, whether the mean has risen)."""
@@ -186,7 +180,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class FeatureShift(Part):
-    samples: int = option(64, about="drawn in every round")
+    samples: int = option(about="drawn in every round, at most")
     window: int = option(5, about="rounds that a client's reference remembers")
 
     name = "monitor"

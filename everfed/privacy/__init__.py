@@ -26,7 +26,7 @@ def protect(method: Method, section: PrivacySection) -> Method:
     if section.secure_aggregation:
         from everfed.privacy.secure import secured
 
-        method = secured(method, section.threshold, section.clip, section.bits)
+        method = secured(method, **section.model_dump(exclude={"secure_aggregation", "dp"}))
     return method
 
 

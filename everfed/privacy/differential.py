@@ -34,6 +34,7 @@ from everfed.core.context import Setup
 from everfed.core.handle import Handle
 from everfed.core.part import Reduced, Weights, options_of
 from everfed.core.phase import EVALUATE, TRAIN, Total
+from everfed.core.run_options import NoiseOptions
 from everfed.errors import Fault
 from everfed.method import (
     MODEL,
@@ -47,7 +48,6 @@ from everfed.method import (
     Server,
     State,
     Tree,
-    option,
 )
 from everfed.privacy import accountant
 from everfed.privacy.encoding import NUMBER, flat, form_of
@@ -64,16 +64,10 @@ class BudgetSpent(Fault):
 
 
 @dataclass(frozen=True)
-class DifferentialPrivacy(Protection):
+class DifferentialPrivacy(Protection, NoiseOptions):
     """A seed makes the noise a function of seed and place alone, so that simulations on different engines can be
     compared; it then protects nothing. means, model: `private` sets them."""
 
-    kind: str = option(CENTRAL, one_of=(CENTRAL, LOCAL), about="who adds the noise: the server, or each client")
-    noise: float = option(1.0, above=0, about="standard deviation in units of clip")
-    clip: float = option(1.0, above=0, about="the largest L2 norm of a value")
-    delta: float = option(1e-5, above=0, below=1, about="at which epsilon is reported")
-    budget: float = option(0.0, at_least=0, about="the epsilon that may be spent; 0: any")
-    seed: int = option(-1, about="-1: a secret key; any other: noise that can be computed")
     means: Means = field(default_factory=dict)
     model: str = ""
 
@@ -248,19 +242,11 @@ def _empty(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 0
 
 
-def private(
-    method: Method,
-    kind: str = CENTRAL,
-    noise: float = 1.0,
-    clip: float = 1.0,
-    delta: float = 1e-5,
-    budget: float = 0.0,
-    seed: int = -1,
-) -> Method:
+def private(method: Method, **options: Any) -> Method:
     """The method with differentially private phases. Raises CompositionError where it cannot have them."""
     means = {phase.name: _means(method, phase) for phase in method.scheduled_phases()}
     model = f"{method.aggregator.name}/params"
-    part = DifferentialPrivacy(kind, noise, clip, delta, budget, seed, means, model)
+    part = DifferentialPrivacy(**options, means=means, model=model)
     return Method(method.name, (*method.parts, part), (*method.warnings, *part.check(method.parts, Optimizer())))
 
 

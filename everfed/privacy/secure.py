@@ -19,7 +19,6 @@ the same phase of the same run, in any other set: the difference of two such sum
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +31,7 @@ from everfed.core.client import Reply
 from everfed.core.context import Facts
 from everfed.core.handle import Handle
 from everfed.core.phase import EVALUATE, TRAIN, Total
+from everfed.core.run_options import SumOptions
 from everfed.method import (
     Client,
     Collect,
@@ -45,7 +45,6 @@ from everfed.method import (
     Tree,
     Values,
     When,
-    option,
 )
 from everfed.privacy import masking, shamir
 from everfed.privacy.encoding import Code, EncodingError, Form, encode, flat, form_of, form_to_text, is_finite
@@ -98,13 +97,10 @@ Weighing = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> weighted b
 
 
 @dataclass(frozen=True)
-class SecureAggregation(Protection):
+class SecureAggregation(Protection, SumOptions):
     """weighing: what is added up, and how; declared: by phase, how many numbers its values declare. `secured` fills
     both in."""
 
-    threshold: float = option(2 / 3, above=0.5, at_most=1, about="share of a phase's clients that must stay to its end")
-    clip: float = option(16.0, above=0, below=math.inf, about="floats are clipped to [-clip, clip]")
-    bits: int = option(24, at_least=8, at_most=28, about="floats are sent in steps of 2 clip / 2^bits")
     weighing: Weighing = field(default_factory=dict)
     declared: Mapping[str, Callable[[Facts], int]] = field(default_factory=dict, compare=False)
 
@@ -332,7 +328,7 @@ def masked(vector: np.ndarray, me: int, seed: bytes, secrets: Mapping[int, bytes
     return out
 
 
-def secured(method: Method, threshold: float = 2 / 3, clip: float = 16.0, bits: int = 24) -> Method:
+def secured(method: Method, **options: Any) -> Method:
     """The method under secure aggregation. Raises CompositionError where the server must see single replies."""
     shown = method.reveals()
     if shown:
@@ -345,7 +341,7 @@ def secured(method: Method, threshold: float = 2 / 3, clip: float = 16.0, bits: 
     weighing = {phase.name: _weighing(method.reducers(phase)) for phase in method.scheduled_phases()}
     weighing[EVALUATE] = {f"{EVALUATE}/counts": False}
     declared = {phase.name: partial(method.declared_numbers, phase) for phase in method.scheduled_phases()}
-    part = SecureAggregation(threshold, clip, bits, weighing, declared)
+    part = SecureAggregation(**options, weighing=weighing, declared=declared)
     part.check(method.parts, Optimizer())
     return Method(method.name, (*method.parts, part), method.warnings)
 

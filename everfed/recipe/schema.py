@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
+from everfed.core import run_options
+from everfed.core.option import Option, declared_options
+from everfed.core.run_options import Logits as Logits
 from everfed.methods.registry import canonical, names
 
-Logits = Literal["full", "seen", "task"]
+Kind = TypeVar("Kind")
 # Strict: 1 is not true and "32" is not 32. A value that TOML cannot hold, or that no run can use, is refused.
 _CONFIG = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
@@ -19,6 +24,11 @@ class Section(BaseModel):
     """A table of the recipe; unknown keys are refused."""
 
     model_config = ConfigDict(**_CONFIG, extra="forbid")
+
+    def as_options(self, kind: type[Kind], **further: Any) -> Kind:
+        """The dataclass made from the keys that it has in common with the table, and from `further`."""
+        common = {name for name, _ in declared_options(kind)} - further.keys()
+        return kind(**self.model_dump(include=common), **further)
 
 
 class OpenSection(BaseModel):
@@ -40,6 +50,47 @@ def plain(value: Any) -> Any:
     return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
+def section_of(options: Any, *left_out: str, **own: tuple[Any, Any]) -> Any:
+    """A section with the options of a dataclass: their names, types, defaults and bounds, and relations between them,
+    which the dataclass itself checks. own: further keys, or others, as (type, default)."""
+    hints = get_type_hints(options, localns={"Optimizer": run_options.OptimizerOptions})
+    keys: dict[str, Any] = own | {
+        name: _key(hints[name], options.__dataclass_fields__[name], declared)
+        for name, declared in declared_options(options)
+        if name not in (*left_out, *own)
+    }
+
+    def related(made: Any) -> Any:
+        try:
+            made.as_options(options)
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix(options.option_prefix)) from error
+        return made
+
+    checks: Any = {"related": model_validator(mode="after")(related)} if "__post_init__" in vars(options) else {}
+    return create_model(options.__name__, __base__=Section, __validators__=checks, **keys)
+
+
+def _key(hint: Any, field: dataclasses.Field[Any], declared: Option) -> tuple[Any, Any]:
+    """The type and the field of a key."""
+    given = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    default = ... if given is dataclasses.MISSING else list(given) if isinstance(given, tuple) else given
+    bounds = {"ge": declared.at_least, "gt": declared.above, "le": declared.at_most, "lt": declared.below}
+    checked: Any = {word: bound for word, bound in bounds.items() if bound is not None}
+    return _type(hint, declared), Field(default, **checked)
+
+
+def _type(hint: Any, declared: Option) -> Any:
+    """As TOML has it."""
+    if declared.one_of:
+        return Literal[declared.one_of]
+    if get_origin(hint) is Sequence:
+        return list[_type(get_args(hint)[0], Option())]  # type: ignore[misc]
+    if get_origin(hint) is Mapping:
+        return dict[get_args(hint)]  # type: ignore[misc]
+    return section_of(hint) if dataclasses.is_dataclass(hint) else hint
+
+
 def named_entries(entries: list[Any], kind: str) -> list[Any]:
     """The same list. Raises ValueError for an entry that is neither a name nor a table that has one under `kind`."""
     for entry in entries:
@@ -59,35 +110,14 @@ class ModelSection(OpenSection):
     """[model]: kind, and the model's own options beside it."""
 
     kind: str = "auto"
-    batchnorm: Literal["mean", "local"] = "mean"
+    batchnorm: run_options.Statistics = "mean"
 
 
-class OptimizerGroup(Section):
-    """An entry of train.optimizer.groups: parameters by patterns of their names, and what they have of their own."""
-
-    match: list[str] = Field(min_length=1)
-    lr: float | None = Field(None, ge=0)
-    weight_decay: float | None = Field(None, ge=0)
+_Optimizer: Any = section_of(run_options.OptimizerOptions)
 
 
-class OptimizerSection(Section):
+class OptimizerSection(_Optimizer):
     """train.optimizer. lr: 0.1 for sgd and 0.001 for adam and adamw, where nothing is said."""
-
-    kind: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: float = Field(0.1, ge=0)
-    momentum: float = Field(0.0, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    schedule: Literal["constant", "linear", "exponential", "geometric", "cosine", "table"] = "constant"
-    lr_end: float = Field(1e-3, gt=0)
-    factors: list[Annotated[float, Field(ge=0)]] = []  # of lr, with schedule = "table"
-    state: Literal["fresh", "kept", "task"] = "fresh"
-    clip: float = Field(0.0, ge=0)  # of the gradient's norm; 0: none
-    warmup: float = Field(0.0, ge=0)  # rounds
-    by: Literal["round", "step"] = "round"  # the schedule moves with
-    groups: list[OptimizerGroup] = []
 
     @model_validator(mode="before")
     @classmethod
@@ -95,23 +125,17 @@ class OptimizerSection(Section):
         adam = isinstance(table, dict) and table.get("kind") in ("adam", "adamw")
         return {"lr": 0.001, **table} if adam else table
 
-    @model_validator(mode="after")
-    def _factors_with_a_table(self) -> OptimizerSection:
-        if bool(self.factors) != (self.schedule == "table"):
-            raise ValueError('factors, a list of numbers, belong to schedule = "table", which needs them')
-        return self
+
+_Train: Any = section_of(
+    run_options.TrainOptions,
+    "batchnorm",  # model.batchnorm
+    rounds_per_task=(int, Field(10, ge=1)),
+    optimizer=(OptimizerSection, OptimizerSection()),
+)
 
 
-class TrainSection(Section):
+class TrainSection(_Train):
     """[train]."""
-
-    rounds_per_task: int = Field(10, ge=1)
-    local_epochs: int = Field(1, ge=1)
-    batch_size: int = Field(32, ge=1)
-    optimizer: OptimizerSection = OptimizerSection()
-    sync_every: int = Field(1, ge=1)
-    logits: Logits = "full"
-    drop_last: bool = False
 
     @model_validator(mode="after")
     def _synchronised_at_task_ends(self) -> TrainSection:
@@ -123,15 +147,13 @@ class TrainSection(Section):
         return self
 
 
-class EvalSection(Section):
+_Eval: Any = section_of(run_options.EvalOptions)
+
+
+class EvalSection(_Eval):
     """[eval]."""
 
-    logits: Logits = "full"
-    every: int = Field(0, ge=0)
-    zero_shot: bool = False
-    split: Literal["test", "validation"] = "test"
-    top_k: int = Field(1, ge=1)
-    metrics: list[Any] = []  # further ones: names, package.module:Name, or tables {metric = NAME, option = value}
+    metrics: list[Any] = Field([])  # names, package.module:Name, or tables {metric = NAME, option = value}
     snapshots: bool = False  # keep the model at the end of every task
 
     @field_validator("metrics")
@@ -186,68 +208,39 @@ class EngineSection(Section):
         return self.kind != "ranks" or os.environ.get("RANK", "0") == "0"
 
 
-class DifferentialPrivacySection(Section):
+_Noise: Any = section_of(run_options.NoiseOptions)
+_Sums: Any = section_of(run_options.SumOptions, secure_aggregation=(bool, False))
+
+
+class DifferentialPrivacySection(_Noise):
     """[privacy.dp]: replies are clipped to an L2 norm of `clip` and hidden by noise of standard deviation noise x clip,
-    on the server ("central") or by each client ("local"). delta: at which epsilon is reported; budget: the epsilon at
-    which the run stops (0: it does not); seed: makes the noise repeatable, for simulations (-1: a secret key)."""
-
-    kind: Literal["central", "local"] = "central"
-    noise: float = Field(1.0, gt=0)
-    clip: float = Field(1.0, gt=0)
-    delta: float = Field(1e-5, gt=0, lt=1)
-    budget: float = Field(0.0, ge=0)
-    seed: int = Field(-1, ge=-1)
+    on the server ("central") or by each client ("local")."""
 
 
-class PrivacySection(Section):
-    """[privacy]: protections around whatever method runs. secure_aggregation: the server learns sums only. threshold:
-    the share of a phase's clients that must stay to its end. clip, bits: floats are clipped to [-clip, clip] and sent
-    in steps of 2 clip / 2^bits."""
+class PrivacySection(_Sums):
+    """[privacy]: protections around whatever method runs. secure_aggregation: the server learns sums only."""
 
-    secure_aggregation: bool = False
-    threshold: float = Field(2 / 3, gt=0.5, le=1)
-    clip: float = Field(16.0, gt=0)
-    bits: int = Field(24, ge=8, le=28)
     dp: DifferentialPrivacySection | None = None
 
 
-class MonitorSection(Section):
-    """[monitor]: reports where clients' data seems to have changed, and changes no number. watch: from their losses,
-    from the features of up to `samples` of their samples, or from both."""
-
-    kind: Literal["none", "page-hinkley"] = "none"
-    watch: Literal["loss", "features", "both"] = "loss"
-    samples: int = Field(64, ge=2)
-    delta: float = Field(0.1, ge=0)
-    threshold: float = Field(0.5, gt=0)
-    window: int = Field(5, ge=1)
-    warmup: int = Field(2, ge=1)
+_Monitor: Any = section_of(run_options.MonitorOptions)
+_Wait: Any = section_of(run_options.WaitOptions)
 
 
-class FederationSection(Section):
+class MonitorSection(_Monitor):
+    """[monitor]: reports where clients' data seems to have changed, and changes no number."""
+
+
+class FederationSection(_Wait):
     """[federation]: what a run on real clients waits for; a simulation ignores it.
 
-    deadline: seconds after which a phase goes on without the clients that have not answered, 0 for never; deadlines:
-    the same for single phases, by name. minimum: a phase never ends with fewer answers (0: everybody's, or one where
-    there is a deadline). enough: the share of answers that ends a phase at once, for plans that over-select.
-    retry: seconds before a client that failed is asked again, doubled up to longest_retry. silence: seconds after which
-    one that is connected but does not answer is asked again, doubled each time. tries: how often one whose own code
-    fails is asked in a phase before it counts as absent, 0 for ever.
     outlier: a value that is added up and more than so many times as long as the median client's is refused, 0 for
     never; of a model it is the way from the one that was sent.
     samples: as how many samples a client, by its name, counts at most with weighting = "samples".
     """
 
-    deadline: float = Field(0.0, ge=0)
-    deadlines: dict[str, float] = {}
-    minimum: int = Field(0, ge=0)
-    enough: float = Field(1.0, gt=0, le=1)
-    retry: float = Field(1.0, ge=0)
-    longest_retry: float = Field(30.0, ge=0)
-    silence: float = Field(120.0, gt=0)
-    tries: int = Field(10, ge=0)
     outlier: float = Field(1000.0, ge=0)
-    samples: dict[str, Annotated[int, Field(ge=0)]] = {}
+    samples: dict[str, Annotated[int, Field(ge=0)]] = Field({})
 
 
 class CompareSection(Section):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed import engines, models, privacy, streams
-from everfed.core.context import Context, Facts, Setup, TrainOptions
+from everfed.core.context import Context, Facts, Setup
 from everfed.core.evaluate import scored_on_clients
 from everfed.core.handle import Server
 from everfed.core.layout import Layout, attach
@@ -20,6 +20,7 @@ from everfed.core.message import Model
 from everfed.core.method import Method
 from everfed.core.metric import METRICS, Metric, Metrics
 from everfed.core.optimizer import Optimizer
+from everfed.core.run_options import TrainOptions
 from everfed.core.stream import Stream, digest_of
 from everfed.data.sources import data_folder
 from everfed.errors import RecipeError, SettingError, described, place_of
@@ -246,7 +247,7 @@ def build_method(recipe: Recipe) -> Method:
     if section.weighting != "uniform":
         aggregator = methods.build(section.name, parts=section.parts).aggregator.name
         options.setdefault(aggregator, {}).setdefault("weighting", section.weighting)
-    method = methods.build(section.name, options, section.parts, Optimizer(**recipe.train.optimizer.model_dump()))
+    method = methods.build(section.name, options, section.parts, recipe.train.optimizer.as_options(Optimizer))
     _refuse_blind_monitor(recipe)
     return privacy.protect(monitor.reporting(method, recipe.monitor), recipe.privacy)
 
@@ -262,9 +263,8 @@ def _refuse_blind_monitor(recipe: Recipe) -> None:
 
 
 def _train_options(recipe: Recipe) -> TrainOptions:
-    train = recipe.train.model_dump(exclude={"rounds_per_task", "optimizer"})
-    optimizer = Optimizer(**recipe.train.optimizer.model_dump())
-    return TrainOptions(**train, optimizer=optimizer, batchnorm=recipe.model.batchnorm)
+    optimizer = recipe.train.optimizer.as_options(Optimizer)
+    return recipe.train.as_options(TrainOptions, optimizer=optimizer, batchnorm=recipe.model.batchnorm)
 
 
 def identity_of(module: nn.Module) -> str:

@@ -17,9 +17,9 @@ import torch
 from everfed import engines, privacy
 from everfed.core.context import PlaceKey
 from everfed.core.engine import Engine
-from everfed.core.evaluate import EvalOptions
 from everfed.core.events import Observer
 from everfed.core.phase import EVALUATE
+from everfed.core.run_options import EvalOptions
 from everfed.core.server import Runner, RunState
 from everfed.core.tree import on_device
 from everfed.data.errors import DataError
@@ -104,7 +104,7 @@ def _drive(
         account = privacy.accounting(setup, folder.path, notify) if leads else None
         keep = _snapshots(folder, run) if recipe.eval.snapshots and leads else None
         save = _saver(checkpoints, notify, report_buffers, account, keep)
-        options = EvalOptions(**recipe.eval.model_dump(exclude={"metrics", "snapshots"}))
+        options = recipe.eval.as_options(EvalOptions)
         first = on_device(run.first_model(), where)
         final = Runner(setup, engine, first, options, notify, save, state, monitor.monitors(recipe.monitor)).run()
         _require_data(run, final)

@@ -17,8 +17,9 @@ import torch
 import everfed
 from everfed import engines
 from everfed.core.engine import Engine
-from everfed.core.evaluate import RULES, row_value
+from everfed.core.evaluate import row_value
 from everfed.core.message import State
+from everfed.core.run_options import RULES
 from everfed.core.server import RunState
 from everfed.core.stream import Stream
 from everfed.metrics import language

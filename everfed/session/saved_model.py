@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from everfed import models
 from everfed.core.client import new_state, personal_model
-from everfed.core.context import Context, Facts, Place, TrainOptions
+from everfed.core.context import Context, Facts, Place
 from everfed.core.data import Data
 from everfed.core.handle import Server
 from everfed.core.layout import EXTRAS, AddsParameters, Extras, Layout
 from everfed.core.message import MODEL, Model, State
 from everfed.core.part import options_of, overrides
 from everfed.core.phase import EVALUATE
+from everfed.core.run_options import TrainOptions
 from everfed.data import transforms
 from everfed.data.source import one_sample, storage_form
 from everfed.engines.eager import new_trainer

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import everfed
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
-from everfed.core.optimizer import Optimizer, ParameterGroup
+from everfed.core.optimizer import Optimizer
+from everfed.core.run_options import ParameterGroup
 from everfed.recipe import from_table, to_toml
 from everfed.session import assemble
 from tests.parity.test_processes import on_processes
