@@ -56,7 +56,7 @@ def _facts(name: str, data: Path | None) -> Facts:
     from everfed.recipe import shipped as recipes
 
     chosen = methods.canonical(name)
-    if chosen in methods.names():
+    if methods.about(chosen):
         return _method(chosen)
     if name in recipes.names() or name.endswith(".toml"):
         return _recipe(name)
@@ -88,7 +88,7 @@ def _method(name: str) -> Facts:
     rules_out = [about for word, about in excluding.items() if word in words]
     return {
         "method": name,
-        "about": methods.names()[name],
+        "about": methods.about(name),
         "parts": {part.name: _part(type(part), part) for part in method.parts},
         "exchanges beside training": beside or "none",
         "needs": sorted(words - excluding.keys()) or "nothing",

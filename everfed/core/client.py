@@ -6,6 +6,7 @@ kept under "client" is the protocol's own (own weights between synchronisations,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,12 +31,14 @@ OWN = "client"
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client sends back. values: {part: {key: value}}; samples: its weight; loss: sum of its step losses."""
+    """What a client sends back. values: {part: {key: value}}; samples: its weight; loss: sum of its step losses. sent:
+    bytes by part of what was sent, where a part has changed the values since."""
 
     values: dict[str, Tree]
     samples: int = 0
     steps: int = 0
     loss: Tensor | float | None = None
+    sent: Mapping[str, int] | None = None
 
 
 def new_state(method: Method, context: Context) -> State:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from everfed.core.context import Place
-from everfed.core.message import Message, Model, Traffic
+from everfed.core.context import Place, Setup
+from everfed.core.handle import Server
+from everfed.core.message import MODEL, Message, Model, Traffic, sizes, unwrap
 from everfed.core.phase import Phase, Reducer, Reduction
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
@@ -55,10 +56,23 @@ class Replies:
             self.absent[client] = reply
             return
         self.reduction.add(client, reply.values, float(reply.samples))
-        self.traffic.received(reply.values)
+        self.traffic.up.update(sizes(reply.values) if reply.sent is None else reply.sent)
         if reply.steps:
             loss = 0.0 if reply.loss is None else reply.loss
             self.trained.append(Trained(client, loss, reply.steps, reply.samples))
+
+
+def opened(setup: Setup, phase: Phase, place: Place, message: Message | None, reply: Reply) -> Reply:
+    """A reply as it is checked and reduced, of a client that received `message`. Raises ValueError for one that cannot
+    be read."""
+    opening = setup.method.opening
+    if not opening or reply.sent is not None or not message or MODEL not in message:
+        return reply
+    received, sent = unwrap({MODEL: message[MODEL]})[MODEL], sizes(reply.values)
+    for part in opening:
+        server = Server(part.name, {}, setup.server(phase.name, place), model=received, read_only=True)
+        reply = part.open(server, phase, reply, received)
+    return replace(reply, sent=sent)
 
 
 @dataclass(frozen=True)

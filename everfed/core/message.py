@@ -84,6 +84,11 @@ def payload_bytes(message: Message, held: dict[str, int | str]) -> dict[str, int
     }
 
 
+def sizes(reply: Mapping[str, Tree]) -> dict[str, int]:
+    """Bytes by part of a reply's values."""
+    return {part: tensor_bytes(tree) for part, tree in reply.items()}
+
+
 def versions(message: Message) -> dict[str, int | str]:
     """What a client holds after it received `message`."""
     return {
@@ -111,7 +116,7 @@ class Traffic:
         self.down.update(sizes)
 
     def received(self, reply: dict[str, Tree]) -> None:
-        self.up.update({part: tensor_bytes(tree) for part, tree in reply.items()})
+        self.up.update(sizes(reply))
 
     def as_dict(self) -> dict[str, Any]:
         parts = sorted(set(self.up) | set(self.down))

@@ -78,6 +78,11 @@ class Method:
         return tuple(part for part in self.parts if isinstance(part, Protection))
 
     @property
+    def opening(self) -> list[Protection]:
+        """Those that change single replies on the server, the last of the clients' first."""
+        return [part for part in reversed(self.protections) if overrides(part, "open")]
+
+    @property
     def personal(self) -> bool:
         """Are models scored on the clients?"""
         return any(isinstance(part, Personal) or layout.keeps_some(part) for part in self.parts)
@@ -138,6 +143,8 @@ class Method:
             phase.name: [p for p, keys in self.reducers(phase).items() if any(not r.secure for r in keys.values())]
             for phase in self.scheduled_phases()
         }
+        if self.opening:
+            seen[TRAIN] = [self.aggregator.name, *(part for part in seen[TRAIN] if part != self.aggregator.name)]
         return {phase: parts for phase, parts in seen.items() if parts}
 
     def fit_stream(self, stream: Stream) -> None:

@@ -181,7 +181,7 @@ class Personal(Part):
 
 @dataclass(frozen=True)
 class Protection(Part):
-    """A part that changes what leaves a client and what the server reads of it, in every phase: masks, noise."""
+    """A part that changes what leaves a client and what the server reads of it: masks, noise, compression."""
 
     adds: ClassVar[frozenset[str]] = frozenset()  # keys that `seal` may add to any reply
     per_epoch: ClassVar[bool] = False  # must a restarted server get a newly sealed reply, never a stored one?
@@ -189,6 +189,11 @@ class Protection(Part):
     def seal(self, client: Client, phase: Phase, reply: Reply) -> Reply:
         """The last hook before a reply leaves the client, in part order: the reply as it is sent. `client.messages` is
         empty in a round in which nothing was sent."""
+        return reply
+
+    def open(self, server: Server, phase: Phase, reply: Reply, received: Model) -> Reply:
+        """The first hook when a single reply reaches the server: the reply as it is checked and reduced. received: the
+        model that the client was sent. Raises ValueError for one that cannot be read."""
         return reply
 
     def release(self, server: Server, phase: Phase, reduced: Reduced, weights: Weights) -> Reduced:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everfed.core.context import Context, Place, PlaceKey, Setup
-from everfed.core.engine import Engine, PhaseCall, Replies
+from everfed.core.engine import Absent, Engine, PhaseCall, Replies, opened
 from everfed.core.evaluate import Evaluation, scored_on_clients
 from everfed.core.events import Monitor, Observer, Reporter, check_finite
 from everfed.core.handle import Server, with_state
@@ -327,7 +327,9 @@ class Exchange:
             return 0
         down = self._count_down(clients, message)
         for client, reply in self.engine.exchange(phase, clients, message, place):
-            replies.add(client, reply)
+            replies.add(
+                client, reply if isinstance(reply, Absent) else opened(self.setup, phase, place, message, reply)
+            )
         self.engine.merge(replies)
         self.state.traffic.up.update(replies.traffic.up)
         self.state.traffic.down.update(replies.traffic.down)  # what the engine sent beside the message

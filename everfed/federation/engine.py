@@ -10,13 +10,14 @@ import torch
 
 from everfed.core.client import Reply
 from everfed.core.context import Place, PlaceKey, Setup
-from everfed.core.engine import Absent, ClientError, PhaseCall
+from everfed.core.engine import Absent, ClientError, PhaseCall, opened
 from everfed.core.events import Observer
 from everfed.core.message import MODEL, Message, Model, unwrap
 from everfed.core.phase import TRAIN, Phase, When
 from everfed.engines.eager import BuildModule, OneTrainer, new_trainer
 from everfed.federation.checking import (
     Limits,
+    Reason,
     Refusal,
     check_numbers,
     check_reply,
@@ -108,7 +109,19 @@ class Federated(OneTrainer):
         self._model = _sent_model(message) or self._model
         early = self._early.pop(place.key, None)
         replies = self._send(outgoing, clients) if early is None else self._early_replies(outgoing, early)
-        return iter(self._usable(self._checked(outgoing, replies), phase, place).items())
+        readable = {client: self._opened(outgoing, message, client, reply) for client, reply in replies.items()}
+        return iter(self._usable(self._checked(outgoing, readable), phase, place).items())
+
+    def _opened(
+        self, outgoing: OutgoingPhase, message: Message | None, client: int, reply: Reply | Absent
+    ) -> Reply | Absent:
+        """A reply as it is checked: what parts compressed is decoded."""
+        if isinstance(reply, Absent):
+            return reply
+        try:
+            return opened(self.setup, outgoing.phase, outgoing.place, message, reply)
+        except ValueError as error:
+            return self._reject(client, outgoing.phase, Refusal(Reason.MALFORMED, str(error)))
 
     def _send(self, outgoing: OutgoingPhase, clients: Sequence[int]) -> dict[int, Reply | Absent]:
         """Send this phase together with the batched ones, whose replies are stored until the runner comes to them."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from everfed.methods.registry import ALIASES, PARTS, PRESETS, canonical
+from everfed.methods.registry import ALIASES, PARTS, canonical, preset
 
 _ON_TOP = "fedgp+"
 
@@ -58,7 +58,8 @@ def papers(method: str) -> list[Paper]:
     """Of a method's name, its own first: that of the preset, else those of its parts beside averaging."""
     base = canonical(method).removeprefix(_ON_TOP)
     base = ALIASES.get(base, base)
-    parts = PRESETS[base].parts if base in PRESETS else (base,)
+    found = preset(base)
+    parts = found.parts if found else (base,)
     names = [base] if base in _papers() else [part for part in parts if part != "fedavg" or len(parts) == 1]
     names = ["fedgp", *names] if canonical(method).startswith(_ON_TOP) else names
     return list(dict.fromkeys(_papers()[name] for name in names if name in _papers()))
@@ -67,5 +68,6 @@ def papers(method: str) -> list[Paper]:
 def family(method: str) -> str:
     """The folder of everfed.methods in which what is particular to a method lies."""
     name = canonical(method)
-    part = "fedgp" if name.startswith(_ON_TOP) or name not in PRESETS else PRESETS[name].parts[-1]
+    found = preset(name)
+    part = "fedgp" if name.startswith(_ON_TOP) or found is None else found.parts[-1]
     return PARTS[part].partition(".")[0] if part in PARTS else "own"

@@ -32,6 +32,7 @@ PARTS: dict[str, str] = {
     "feddyn": "aggregate.feddyn:FedDyn",
     "fednova": "aggregate.fednova:FedNova",
     "scaffold": "aggregate.scaffold:Scaffold",
+    "compress": "common.compress:Compress",
     "ewc": "regularise.ewc:EWC",
     "fedcurv": "regularise.fedcurv:FedCurv",
     "fedlwf2t": "regularise.fedlwf2t:FedLwF2T",
@@ -204,6 +205,7 @@ _PERSONAL = ("fedproto-personal", "fedweit", "fedala", "feddbe", "fedas", "fedl2
 _CLOSED = ("ridge", "ranpac")  # no gradients at all
 _WITHOUT_FEDGP = ("ideal", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4", "lorm")
 ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge"}  # other papers' names of the same method
+_ON_ANY = ("compress",)  # parts that stand on top of any method: `fedgp+der+compress`
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options set where FedGP comes after
 
 
@@ -218,6 +220,20 @@ def names() -> dict[str, str]:
         if name not in ("fedavg", *_WITHOUT_FEDGP):
             listed[f"fedgp+{name}"] = f"{preset.about}, with FedGP on top"
     return listed
+
+
+def about(name: str) -> str:
+    """One line about a method; "" where there is none of that name."""
+    found = preset(name)
+    return names().get(name) or (found.about if found else "")
+
+
+def preset(name: str) -> Preset | None:
+    """What a method's name stands for; None for no preset."""
+    try:
+        return _find(name)
+    except MethodError:
+        return None
 
 
 def canonical(name: str) -> str:
@@ -318,6 +334,10 @@ def part_classes() -> dict[str, type[Part]]:
 def _find(name: str) -> Preset:
     if name in PRESETS:
         return PRESETS[name]
+    below, _, last = name.rpartition("+")
+    if below and last in _ON_ANY:
+        preset = _find(below)
+        return Preset(f"{preset.about}, with {last} on top", (*preset.parts, last), preset.fixed)
     base = "fedavg" if name == "fedgp" else name.removeprefix("fedgp+")
     if (name == "fedgp" or name.startswith("fedgp+")) and base in PRESETS and base not in _WITHOUT_FEDGP:
         preset = PRESETS[base]

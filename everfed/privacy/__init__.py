@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 def protect(method: Method, section: PrivacySection) -> Method:
     """The method with the protections that the recipe asks for. Raises CompositionError where it cannot have them."""
+    if section.dp is not None or section.secure_aggregation:
+        _refuse_other_values(method, "dp" if section.dp is not None else "secure_aggregation")
     if section.dp is not None:  # first: what is masked is already clipped
         from everfed.privacy.differential import private
 
@@ -28,6 +30,15 @@ def protect(method: Method, section: PrivacySection) -> Method:
 
         method = secured(method, **section.model_dump(exclude={"secure_aggregation", "dp"}))
     return method
+
+
+def _refuse_other_values(method: Method, key: str) -> None:
+    """Raises CompositionError where clients send something else than the values that are clipped and added up."""
+    if method.opening:
+        raise CompositionError(
+            f"privacy.{key}: it works on the values that the server adds up, and part {method.opening[0].name!r} sends "
+            "others, which the server must see reply by reply; leave out one of the two"
+        )
 
 
 def check(setup: Setup) -> None:

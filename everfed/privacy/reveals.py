@@ -32,7 +32,7 @@ def seen(method: Method, single: bool) -> list[tuple[str, str]]:
         for phase in method.scheduled_phases()
         for part, keys in method.reducers(phase).items()
         for key, reducer in keys.items()
-        if reducer.secure != single
+        if (reducer.secure and not (method.opening and part == method.aggregator.name)) != single
     ]
 
 

@@ -48,7 +48,7 @@ def _no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # parity --------------------------------------------------------------------------------------------------------------
-BY_DEFAULT = ("fedavg", "fedgp+der", "fedssi", "coordinated", "stamp", "fedweit", "fedala", "er")
+BY_DEFAULT = ("fedavg", "fedgp+der", "fedgp+der+compress", "fedssi", "coordinated", "stamp", "fedweit", "fedala", "er")
 PRESETS = [
     *BY_DEFAULT,
     *(pytest.param(name, marks=pytest.mark.slow) for name in methods.names() if name not in BY_DEFAULT),

@@ -29,6 +29,8 @@ KINDS = (
     "feddbe",  # another forward pass
 )
 
+ON_TOP = ("fedgp+der+compress",)  # parts that stand on top of any method
+
 
 def each_preset() -> list[Any]:
     return _slow_unless(lambda name: not name.startswith("fedgp+") or name.removeprefix("fedgp+") in FAMILY)
@@ -39,4 +41,5 @@ def each_kind() -> list[Any]:
 
 
 def _slow_unless(by_default: Callable[[str], bool]) -> list[Any]:
-    return [name if by_default(name) else pytest.param(name, marks=pytest.mark.slow) for name in methods.names()]
+    presets = [name if by_default(name) else pytest.param(name, marks=pytest.mark.slow) for name in methods.names()]
+    return [*presets, *ON_TOP]
