@@ -32,7 +32,7 @@ from everfed.core.part import (
     Tables,
     overrides,
 )
-from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Collect, Mean, Phase, Reducer, Sum, When, every
+from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Collect, Mean, Phase, Reducer, Sum, Tells, When, every
 from everfed.core.replica import Gradient
 from everfed.core.run_options import TrainOptions
 from everfed.core.step import Batch, Step, Substep
@@ -109,6 +109,7 @@ __all__ = [
     "Sum",
     "Table",
     "Tables",
+    "Tells",
     "TrainOptions",
     "Tree",
     "Values",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,12 +160,29 @@ class Shared(Reducing):
         """Replace the state by that of all processes together, this one included."""
 
 
+class Tells(StrEnum):
+    """What a value tells the server of the client that sent it. A part may say it in words of its own instead."""
+
+    GRADIENTS = "what training changed, a sum of gradients: samples can be reconstructed from it, from few best"
+    MOMENTS = "sums of products of features or inputs: of few samples these samples' features"
+    SUMS = "sums or means of features, by class or group"
+    CLASSES = "which classes a client has"
+    COUNTS = "how many samples a client has of each class"
+    AMOUNT = "how much data a client has"
+    STATISTICS = "means and variances of BatchNorm's inputs"
+
+
+OF_MODEL = {"params": Tells.GRADIENTS, "stats": Tells.STATISTICS, "counters": Tells.AMOUNT}
+
+
 class Reducer(ABC):
     """A way to reduce; `secure` says whether the server may learn nothing but the result (secure aggregation).
-    numbers: how many a client's value has, declared where they may be more than 64 models."""
+    numbers: how many a client's value has, declared where they may be more than 64 models. tells: what a value tells
+    of the client that sent it; the vectors of the model need not say it."""
 
     secure: bool = False
     numbers: Numbers = None
+    tells: str = ""
 
     @abstractmethod
     def start(self) -> Reducing: ...
@@ -206,6 +223,7 @@ class Mean(Reducer):
 
     weighted: bool = False
     numbers: Numbers = field(default=None, compare=False, repr=False)
+    tells: str = field(default="", compare=False, repr=False)
     secure = True
 
     def start(self) -> Reducing:
@@ -217,6 +235,7 @@ class Sum(Reducer):
     """Sum over the clients that replied."""
 
     numbers: Numbers = field(default=None, compare=False, repr=False)
+    tells: str = field(default="", compare=False, repr=False)
     secure = True
 
     def start(self) -> Reducing:
@@ -246,6 +265,7 @@ class Collect(Reducer):
     """Every reply by itself, {client: value}. The server sees each client's value."""
 
     numbers: Numbers = field(default=None, compare=False, repr=False)
+    tells: str = field(default="", compare=False, repr=False)
 
     def start(self) -> Reducing:
         return Collected()

@@ -186,7 +186,7 @@ class FeatureShift(Part):
     name = "monitor"
 
     def reducers(self):
-        return {"shift": Collect()}
+        return {"shift": Collect(tells="how far the features of a client's samples have moved")}
 
     def receive(self, client: Client) -> None:
         """Reference and shift after this round's samples; one alone has no variance, and an unsent shift no use."""

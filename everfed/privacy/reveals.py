@@ -6,11 +6,11 @@ python -m everfed.privacy.reveals docs/privacy-reference.md      # renews the ta
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from everfed.core.method import Method
-from everfed.core.phase import TRAIN
+from everfed.core.phase import OF_MODEL, TRAIN, Reducer
 from everfed.methods import registry as methods
 from everfed.store.marked import renewed
 
@@ -27,35 +27,16 @@ def table() -> str:
 
 def seen(method: Method, single: bool) -> list[tuple[str, str]]:
     """(phase, PART/KEY) of every value that the server learns. single: of each client by itself; else as a sum."""
-    return [
-        (phase.name, f"{part}/{key}")
-        for phase in method.scheduled_phases()
-        for part, keys in method.reducers(phase).items()
-        for key, reducer in keys.items()
-        if (reducer.secure and not (method.opening and part == method.aggregator.name)) != single
-    ]
+    return [(phase, value) for phase, value, _, one_by_one in _values(method) if one_by_one == single]
 
 
-_GRADIENTS = "what training changed, a sum of gradients: samples can be reconstructed from it, from few best"
-_MOMENTS = "sums of products of features or inputs: of few samples these samples' features"
-_CLASSES = "which classes a client has"
-_COUNTS = "how many samples a client has of each class"
-# what a value tells of the client that sent it, by its key
-TELLS = {
-    **dict.fromkeys(("params", "update", "change", "others", "adapter", "meta", "clients", "channels"), _GRADIENTS),
-    **dict.fromkeys(("adaptive", "bias"), _GRADIENTS),
-    "gradient": "a gradient: of one sample it is that sample, in the first layer exactly",
-    "u": "squared gradients: of one sample its brightness, pixel by pixel",
-    "v": "squared gradients times the trained model",
-    **dict.fromkeys(("gram", "grams", "products", "A/grams", "A/products", "B/grams", "B/products"), _MOMENTS),
-    **dict.fromkeys(("head/grams", "head/products", "squares", "trace", "sketch", "outside"), _MOMENTS),
-    **dict.fromkeys(("sums", "sum", "prototypes", "features"), "sums or means of features, by class or group"),
-    **dict.fromkeys(("counts", "labels"), _COUNTS),
-    **dict.fromkeys(("classes", "missing"), _CLASSES),
-    **dict.fromkeys(("samples", "steps", "counters", "clipped"), "how much data a client has"),
-    "stats": "means and variances of BatchNorm's inputs",
-    "loss": "how well the model fits the client's samples",
-}
+def _values(method: Method) -> Iterator[tuple[str, str, Reducer, bool]]:
+    """(phase, PART/KEY, reducer, whether the server learns every client's) of every value that clients send."""
+    for phase in method.scheduled_phases():
+        for part, keys in method.reducers(phase).items():
+            opened = method.opening and part == method.aggregator.name
+            for key, reducer in keys.items():
+                yield phase.name, f"{part}/{key}", reducer, bool(opened or not reducer.secure)
 
 
 def values_sent(method: Method) -> dict[str, dict[str, str]]:
@@ -63,8 +44,8 @@ def values_sent(method: Method) -> dict[str, dict[str, str]]:
     protected = "this method cannot run" if method.reveals() else "the sum alone"
     sees = f"The server sees each client's; with secure aggregation: {protected}"
     found: dict[str, dict[str, str]] = {TRAIN: {"samples, steps, losses": f"how much data, how well it fits. {sees}"}}
-    for phase, value in [*seen(method, False), *seen(method, True)]:
-        about = TELLS.get(value.partition("/")[2], "see the method's page")
+    for phase, value, reducer, _ in sorted(_values(method), key=lambda entry: entry[3]):
+        about = reducer.tells or OF_MODEL.get(value.partition("/")[2], "see the method's page")
         found.setdefault(phase, {})[value] = f"{about}. {sees}"
     return found
 

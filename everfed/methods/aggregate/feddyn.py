@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.method import SHARED, WHOLE, Aggregator, Client, Gradient, Mean, Model, Server, Step, Sum, option
+from everfed.method import SHARED, WHOLE, Aggregator, Client, Gradient, Mean, Model, Server, Step, Sum, Tells, option
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class FedDyn(Aggregator):
 
     # on the server ---------------------------------------------------------------------------------------------------
     def reducers(self):
-        return {"params": Mean(), "stats": Mean(), "counters": Mean(), "clients": Sum()}
+        return {"params": Mean(), "stats": Mean(), "counters": Mean(), "clients": Sum(tells=Tells.GRADIENTS)}
 
     def aggregate(self, server: Server) -> Model:
         model, mean = super().aggregate(server), server.reduced.get("params")

@@ -12,8 +12,9 @@ FedProx shrinks it to the sum over j < tau of (1 - lr mu)^j, which is not counte
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
-from everfed.method import SHARED, WHOLE, Aggregator, Client, CompositionError, Mean, Model, Server, option
+from everfed.method import SHARED, WHOLE, Aggregator, Client, CompositionError, Mean, Model, Server, Tells, option
 from everfed.methods.regularise.fedprox import FedProx
 
 
@@ -51,8 +52,9 @@ class FedNova(Aggregator):
         return {key: value for key, value in super().upload(client).items() if key != "params"}
 
     def reducers(self):
-        mean = Mean(weighted=self.weighting == "samples")
-        return {"update": mean, "steps": mean, "stats": mean, "counters": mean}
+        mean = partial(Mean, weighted=self.weighting == "samples")
+        own = {"update": mean(tells=Tells.GRADIENTS), "steps": mean(tells=Tells.AMOUNT)}
+        return {**own, "stats": mean(), "counters": mean()}
 
     def aggregate(self, server: Server) -> Model:
         model, update = super().aggregate(server), server.reduced.get("update")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everfed.core.phase import Reducer, Reducing, Shared
+from everfed.core.phase import Reducer, Reducing, Shared, Tells
 from everfed.core.tree import Tree
 from everfed.errors import Fault
 
@@ -267,6 +267,7 @@ class GeometricMedian(Reducer):
     replies may be false; with any, it also holds where the honest ones differ much from each other."""
 
     liars: int = 0
+    tells = Tells.GRADIENTS
 
     def start(self) -> Reducing:
         return Weiszfeld(self.liars)
@@ -278,6 +279,7 @@ class ClippedMean(Reducer):
     norm: 0 for the median of the phase's norms, which follows what honest updates look like (memory: all replies)."""
 
     norm: float = 0.0
+    tells = Tells.GRADIENTS
 
     def start(self) -> Reducing:
         return Clipping(self.norm) if self.norm > 0 else MedianClipping()

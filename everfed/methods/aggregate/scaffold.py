@@ -28,6 +28,7 @@ from everfed.method import (
     Server,
     Step,
     Sum,
+    Tells,
     When,
     option,
 )
@@ -86,7 +87,7 @@ class Scaffold(Part):
 
     # on the server ---------------------------------------------------------------------------------------------------
     def reducers(self):
-        return {"change": Sum()}
+        return {"change": Sum(tells=Tells.GRADIENTS)}
 
     def update(self, server: Server) -> None:
         if server.reduced.get("change") is not None:

@@ -33,6 +33,7 @@ from everfed.method import (
     Server,
     State,
     Sum,
+    Tells,
     Tree,
     option,
 )
@@ -52,7 +53,7 @@ from everfed.methods.features.statistics import (
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]  # classes (n,), generator -> features (n, F)
 _BITS = 10
-_MOMENTS = ("counts", "sums", "squares")  # by class
+_MOMENTS = {"counts": Tells.COUNTS, "sums": Tells.SUMS, "squares": Tells.MOMENTS}  # by class
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,9 @@ class CCVR(Calibration):
     name = "ccvr"
 
     def phases(self):
-        squares = Sum(self._numbers)
-        reduce: dict[str, Reducer] = {"counts": Sum(), "sums": Sum(), "squares": squares, "classes": Mean()}
+        numbers = {"squares": self._numbers}
+        reduce: dict[str, Reducer] = {key: Sum(numbers.get(key), about) for key, about in _MOMENTS.items()}
+        reduce["classes"] = Mean(tells=Tells.CLASSES)
         who = (Cohort.BOUNDARY, END)
         return (Phase("calibrate", *who, reduce=reduce, run=self._moments, update=self._calibrate),)
 
@@ -210,8 +212,9 @@ class HGP(Calibration):
         return {**{key: v[classes] for key, v in zip(_MOMENTS, found, strict=True)}, "classes": classes}
 
     def reducers(self):
-        how: Reducer = Collect() if self.levels == 2 else Sum()
-        return {**dict.fromkeys(_MOMENTS, how), "classes": Collect() if self.levels == 2 else Mean()}
+        kind, of_classes = (Collect, Collect) if self.levels == 2 else (Sum, Mean)
+        moments = {key: kind(tells=about) for key, about in _MOMENTS.items()}
+        return {**moments, "classes": of_classes(tells=Tells.CLASSES)}
 
     def update(self, server: Server) -> None:
         """The newest Gaussian of every class that has one, by client (two levels) or of all (one)."""

@@ -14,7 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.method import CLASSES, SHARED, WHOLE, AddsParameters, Batch, Client, Mean, Part, Server, Step, Sum, option
+from everfed.method import (
+    CLASSES,
+    SHARED,
+    WHOLE,
+    AddsParameters,
+    Batch,
+    Client,
+    Mean,
+    Part,
+    Server,
+    Step,
+    Sum,
+    Tells,
+    option,
+)
 from everfed.methods.common.layers import keep_features, kept_features
 from everfed.methods.features.statistics import class_moments, class_numbers, of_all_classes, task_classes
 
@@ -64,7 +78,7 @@ class FedProto(Part):
 
     # on the server ---------------------------------------------------------------------------------------------------
     def reducers(self):
-        return {"sums": Sum(), "counts": Sum(), "classes": Mean()}
+        return {"sums": Sum(tells=Tells.SUMS), "counts": Sum(tells=Tells.COUNTS), "classes": Mean(tells=Tells.CLASSES)}
 
     def update(self, server: Server) -> None:
         own, reduced, count = server.state, server.reduced, server.facts.classes

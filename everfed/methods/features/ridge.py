@@ -53,6 +53,7 @@ from everfed.method import (
     Server,
     State,
     Sum,
+    Tells,
     Tree,
     option,
     overrides,
@@ -150,10 +151,14 @@ class Ridge(ReplacesHead):
     # the sums --------------------------------------------------------------------------------------------------------
     def phases(self):
         """Clients whose task ends (exchange = "task"), or all that are there."""
-        own: dict[str, Reducer] = {"gram": Sum(self._numbers), "products": Sum(), "counts": Sum()}
+        own: dict[str, Reducer] = {
+            "gram": Sum(self._numbers, Tells.MOMENTS),
+            "products": Sum(tells=Tells.MOMENTS),
+            "counts": Sum(tells=Tells.COUNTS),
+        }
         if self.groups:
-            own = {"sums": Collect(self._numbers), "counts": Collect()}
-        whole = {**own, "classes": Mean(), "clipped": Sum()}
+            own = {"sums": Collect(self._numbers, Tells.SUMS), "counts": Collect(tells=Tells.COUNTS)}
+        whole = {**own, "classes": Mean(tells=Tells.CLASSES), "clipped": Sum(tells=Tells.AMOUNT)}
         who = (Cohort.BOUNDARY, END) if self.exchange == "task" else (Cohort.ALL, ALWAYS)
         return (Phase("statistics", *who, reduce=whole, run=self._sums, update=self._new_head),)
 

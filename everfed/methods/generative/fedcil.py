@@ -44,6 +44,7 @@ from everfed.method import (
     Step,
     Substep,
     Table,
+    Tells,
     Tree,
     option,
 )
@@ -219,7 +220,8 @@ class FedCIL(AddsParameters, Aggregator):
         statistics = {"stats": self._mean, "counters": self._mean}
         if not self.server_steps:
             return {"params": self._mean, **statistics}
-        return {"params": Collect(), "labels": Collect(), "samples": Collect(), **statistics}
+        own = {"labels": Collect(tells=Tells.COUNTS), "samples": Collect(tells=Tells.AMOUNT)}
+        return {"params": Collect(), **own, **statistics}
 
     def aggregate(self, server: Server) -> Model:
         """The mean of whole GANs."""

@@ -107,9 +107,10 @@ class GLFC(Part):
             return (on_server("teacher", rounds=END, update=self._freeze),)
         if self.old_model == "none":
             return ()
-        collect, send, note = {"gradients": Collect()}, self._send, self._transition
+        collect = Collect(tells="gradients of one sample a class, from which the server makes images of it")
+        reduce, send, note = {"gradients": collect}, self._send, self._transition
         return (
-            Phase("prototypes", reduce=collect, in_last_round=False, sends=False, run=send, update=note),
+            Phase("prototypes", reduce=reduce, in_last_round=False, sends=False, run=send, update=note),
             on_server("reconstruct", repeat=_MANY, update=self._reconstruct),
             on_server("choose", update=self._choose),
         )

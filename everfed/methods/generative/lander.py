@@ -171,7 +171,7 @@ class Lander(AddsParameters, SyntheticReplay):
         return {"loss": client.state["first"]}
 
     def reducers(self):
-        return {"loss": Mean(weighted=True)}
+        return {"loss": Mean(weighted=True, tells="how well the model fits the client's samples")}
 
     # on the server -------------------------------------------------------------------------------------------------
     def init(self, side: Client | Server) -> None:

@@ -33,6 +33,7 @@ from everfed.method import (
     Personal,
     Server,
     Step,
+    Tells,
     option,
 )
 from everfed.methods.common.layers import class_means, features, in_precision, through_head
@@ -87,7 +88,7 @@ class FedAS(AddsParameters, Aggregator, Personal):
 
     # on the server -----------------------------------------------------------------------------------------------
     def reducers(self):
-        return {"params": Collect(), "trace": Collect(), "stats": Mean(), "counters": Mean()}
+        return {"params": Collect(), "trace": Collect(tells=Tells.MOMENTS), "stats": Mean(), "counters": Mean()}
 
     def aggregate(self, server: Server) -> Model:
         bases: dict[int, Tensor] | None = server.reduced.get("params")

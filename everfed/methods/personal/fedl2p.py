@@ -49,6 +49,7 @@ from everfed.method import (
     Phase,
     Server,
     Step,
+    Tells,
     Tree,
     option,
 )
@@ -99,7 +100,7 @@ class FedL2P(Personal):
                 side.state["meta"] = self.nets(side.layout).vector()
 
     def phases(self):
-        reduce = {"meta": Mean(weighted=True)}
+        reduce = {"meta": Mean(weighted=True, tells=Tells.GRADIENTS)}
         return (Phase("meta", reduce=reduce, broadcast=self._send, run=self._meta, update=self._average),)
 
     def _send(self, server: Server):

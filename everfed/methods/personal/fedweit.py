@@ -54,6 +54,7 @@ from everfed.method import (
     Phase,
     Server,
     Step,
+    Tells,
     Tree,
     When,
     option,
@@ -161,7 +162,7 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
         publish = Phase(
             "publish",
             rounds=END,
-            reduce={"adaptive": Collect()},
+            reduce={"adaptive": Collect(tells=Tells.GRADIENTS)},
             in_last_round=False,
             run=self._publish,
             update=self._published,
@@ -267,7 +268,7 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
 
     # the server --------------------------------------------------------------------------------------------------
     def reducers(self):
-        return {"channels": Collect(), "stats": Mean(), "counters": Mean()}
+        return {"channels": Collect(tells=Tells.GRADIENTS), "stats": Mean(), "counters": Mean()}
 
     def upload(self, client: Client):
         """Statistics; the channels of B are part of `reply`."""

@@ -37,6 +37,7 @@ from everfed.method import (
     Phase,
     Server,
     Sum,
+    Tells,
     option,
 )
 from everfed.methods.common.layers import head_entries
@@ -90,7 +91,7 @@ class LoRM(LoRA, Aggregator):
             "grams",
             cohort=Cohort.ALL,
             rounds=END,
-            reduce={"grams": Sum()},
+            reduce={"grams": Sum(tells=Tells.MOMENTS)},
             run=self._task_grams,
             update=self._merge_tasks,
         )
@@ -155,7 +156,7 @@ class LoRM(LoRA, Aggregator):
     # the server -------------------------------------------------------------------------------------------------------
     def reducers(self):
         sums = (f"{kind}/{key}" for kind in ("A", "B", "head") for key in ("products", "grams"))
-        return {**{key: Sum() for key in sums}, "bias": Mean(weighted=True)}
+        return {**{key: Sum(tells=Tells.MOMENTS) for key in sums}, "bias": Mean(weighted=True, tells=Tells.GRADIENTS)}
 
     def aggregate(self, server: Server) -> Model:
         model, layout, reduced, factor = server.model, server.layout, server.reduced, self.factor(server)

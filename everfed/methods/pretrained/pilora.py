@@ -40,6 +40,7 @@ from everfed.method import (
     Model,
     Server,
     Step,
+    Tells,
     option,
 )
 from everfed.methods.common.layers import head_weight
@@ -129,8 +130,9 @@ class PILoRA(AddsParameters, TaskAdapted, Aggregator):
 
     # the server ------------------------------------------------------------------------------------------------------
     def reducers(self):
-        single = ("prototypes", "labels", "features")
-        return {"adapter": Mean(weighted=True), **{key: Collect() for key in single}}
+        single = {"prototypes": Tells.SUMS, "labels": Tells.COUNTS, "features": Tells.SUMS}
+        collected = {key: Collect(tells=about) for key, about in single.items()}
+        return {"adapter": Mean(weighted=True, tells=Tells.GRADIENTS), **collected}
 
     def aggregate(self, server: Server) -> Model:
         model, layout, reduced = server.model, server.layout, server.reduced

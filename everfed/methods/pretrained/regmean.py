@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from everfed.method import (
     Model,
     Server,
     Sum,
+    Tells,
     option,
 )
 from everfed.methods.common.layers import in_precision, network
@@ -61,7 +62,8 @@ class RegMean(AddsParameters, Aggregator):
 
     def reducers(self):
         mean = Mean(weighted=True)
-        return {"products": Sum(), "grams": Sum(), "others": mean, "stats": mean, "counters": mean}
+        sums, others = Sum(tells=Tells.MOMENTS), replace(mean, tells=Tells.GRADIENTS)
+        return {"products": sums, "grams": sums, "others": others, "stats": mean, "counters": mean}
 
     def reply(self, client: Client):
         if not client.synchronises:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.method import BOUNDARIES, HISTORY, Client, Collect, Data, Fitted, Mean, Part, Server, option
+from everfed.method import BOUNDARIES, HISTORY, Client, Collect, Data, Fitted, Mean, Part, Server, Tells, option
 from everfed.methods.project.fedomg import mean_cosine, report_angles
 from everfed.methods.project.stamp import train_clone
 
@@ -50,7 +50,7 @@ class Angles(Part):
         return train_clone(client, client.model, data, moments=_moments(client.fitted), tag=tag)
 
     def reducers(self):
-        return {"update": Collect(), "cosine": Mean(), "tasks": Mean()}
+        return {"update": Collect(tells=Tells.GRADIENTS), "cosine": Mean(), "tasks": Mean()}
 
     def update(self, server: Server) -> None:
         reduced = server.reduced

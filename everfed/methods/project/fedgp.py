@@ -57,7 +57,8 @@ class FedGP(Part):
         return ()
 
     def phases(self):
-        return (Phase("reference", reduce={"gradient": Mean()}, run=self._buffer_gradient, update=self._keep),)
+        mean = Mean(tells="a gradient: of one sample it is that sample, in the first layer exactly")
+        return (Phase("reference", reduce={"gradient": mean}, run=self._buffer_gradient, update=self._keep),)
 
     def _buffer_gradient(self, client: Client):
         """ComputeBufferGrad (Algorithm 3): labels, not logits, and the plain task loss."""

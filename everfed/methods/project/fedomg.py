@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.method import Aggregator, Client, Collect, Mean, Model, Server, option
+from everfed.method import Aggregator, Client, Collect, Mean, Model, Server, Tells, option
 from everfed.methods.project.matching import KAPPA, SCALE, SOLVER, Scale, Solver, match_gradients, pairwise_cosines
 
 
@@ -37,7 +37,8 @@ class FedOMG(Aggregator):
 
     def reducers(self):
         mean = Mean(weighted=self.weighting == "samples")
-        return {"update": Collect(), "samples": Collect(), "stats": mean, "counters": mean}
+        own = {"update": Collect(tells=Tells.GRADIENTS), "samples": Collect(tells=Tells.AMOUNT)}
+        return {**own, "stats": mean, "counters": mean}
 
     def upload(self, client: Client):
         """The update rather than the model: as many bytes, and the server need not hold both."""

@@ -43,6 +43,7 @@ from everfed.method import (
     Phase,
     Server,
     Sum,
+    Tells,
     option,
 )
 from everfed.methods.common.layers import fan_in, hidden_weights, in_precision
@@ -100,7 +101,7 @@ class FOT(AddsParameters, Part):
                 )
 
     def phases(self):
-        reduce = {"sketch": Sum(), "outside": Mean(weighted=True)}
+        reduce = {"sketch": Sum(tells=Tells.MOMENTS), "outside": Mean(weighted=True, tells=Tells.MOMENTS)}
         return [
             Phase(
                 "subspace",

@@ -31,7 +31,10 @@ class FedCurv(Part):
 
     # on the server ---------------------------------------------------------------------------------------------------
     def reducers(self):
-        return {"u": Sum(), "v": Sum()}
+        return {
+            "u": Sum(tells="squared gradients: of one sample its brightness, pixel by pixel"),
+            "v": Sum(tells="squared gradients times the trained model"),
+        }
 
     def update(self, server: Server) -> None:
         if server.reduced.get("u") is not None:

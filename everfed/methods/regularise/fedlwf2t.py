@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.method import BOUNDARIES, CLASSES, Client, Model, Part, Schedule, Server, Step, Sum, Tree, option
+from everfed.method import BOUNDARIES, CLASSES, Client, Model, Part, Schedule, Server, Step, Sum, Tells, Tree, option
 from everfed.methods.common.teacher import among, classes_of, frozen_outputs, mask_of, soft_cross_entropy
 
 
@@ -70,7 +70,7 @@ class FedLwF2T(Part):
 
     # counting missing teachers -----------------------------------------------------------------------------------
     def reducers(self):
-        return {"missing": Sum()}
+        return {"missing": Sum(tells=Tells.CLASSES)}
 
     def update(self, server: Server) -> None:
         server.state["missing"] = server.state.get("missing", 0.0) + (server.reduced.get("missing") or 0.0)

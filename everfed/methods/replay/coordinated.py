@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.method import END, TOGETHER, Client, Cohort, Mean, Phase, Server, option
+from everfed.method import END, TOGETHER, Client, Cohort, Mean, Phase, Server, Tells, option
 from everfed.methods.replay.capped_simplex import largest
 from everfed.methods.replay.diversity import (
     RELAXATIONS,
@@ -96,7 +96,7 @@ class Coordinated(Policy):
             SELECT,
             COHORTS[self.speakers],
             END,
-            reduce={"sum": Mean()},
+            reduce={"sum": Mean(tells=Tells.SUMS)},
             repeat=self.exchanges,
             in_last_round=False,
             broadcast=_send_mean,
