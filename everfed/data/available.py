@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from everfed.data import catalogue, domains, imagenet, scenes, streets, texts, utterances
+from everfed.data import catalogue, domains, published, scenes, streets, texts, utterances
 from everfed.data.image_folder import is_image_folder
 from everfed.data.sources import EMBEDDED, data_folder
 from everfed.data.tables import SUFFIXES as TABLES
@@ -16,7 +16,7 @@ Row = tuple[str, bool, str]  # name, found, its path or where to get it
 def available(data_dir: str | Path | None = None) -> list[Row]:
     """Single sets, those of several domains and those of text, then the user's own in the data folder."""
     folder = data_folder(data_dir)
-    rows = [(EMBEDDED, True, "embedded (scikit-learn)"), *_single(folder), *_imagenet(folder)]
+    rows = [(EMBEDDED, True, "embedded (scikit-learn)"), *_single(folder), *_published(folder)]
     rows += [*_of_domains(folder), *_of_text(folder), *_of_scenes(folder)]
     taken = [Path(where) for _, found, where in rows if found]
     return rows + [row for row in _own(folder) if not any(place.is_relative_to(row[2]) for place in taken)]
@@ -32,9 +32,9 @@ def _single(folder: Path | None) -> Iterator[Row]:
         yield _row(name, found[1][0] if found else None, known.get_it)
 
 
-def _imagenet(folder: Path | None) -> Iterator[Row]:
-    for name in imagenet.SIZES:
-        yield _row(name, imagenet.find(folder), imagenet.GET_IT)
+def _published(folder: Path | None) -> Iterator[Row]:
+    for name, known in published.KNOWN.items():
+        yield _row(name, known.find(folder), known.get_it)
 
 
 def _of_domains(folder: Path | None) -> Iterator[Row]:

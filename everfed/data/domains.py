@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from everfed.data import published
 from everfed.data.errors import DataError
 from everfed.data.formats import Arrays, split_arrays
 from everfed.data.pictures import class_folders, decoded, listed
@@ -206,6 +207,40 @@ def _features(xs: list[np.ndarray], ys: list[np.ndarray], path: Path) -> Domains
     return Domains("office-caltech10", _OFFICE_CALTECH, tuple(sources))
 
 
+# DomainNet ------------------------------------------------------------------------------------------------------------
+_DOMAINNET = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
+
+
+def _find_domainnet(root: Path) -> Path | None:
+    """The folder with the published lists."""
+    return next(
+        (root / one for one in ("domainnet", "DomainNet") if (root / one / "clipart_train.txt").is_file()), None
+    )
+
+
+def _read_domainnet(root: Path) -> Domains:
+    """<domain>/<class>/*, divided by the published lists <domain>_train.txt and <domain>_test.txt: `path label`."""
+    lists = {
+        (domain, part): _listed_by(root / f"{domain}_{part}.txt") for domain in _DOMAINNET for part in ("train", "test")
+    }
+    named = {label: path.parent.name for files in lists.values() for path, label in files}
+    classes = [named.get(label, str(label)) for label in range(max(named, default=-1) + 1)]
+    sources = (
+        published.lazy_images(
+            domain, published.Listing(lists[domain, "train"], lists[domain, "test"], classes), root, 224, crop=True
+        )
+        for domain in _DOMAINNET
+    )
+    return Domains("domainnet", _DOMAINNET, tuple(sources))
+
+
+def _listed_by(path: Path) -> published.Files:
+    rows = [line.rsplit(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if wrong := next((row for row in rows if len(row) != 2 or not row[1].isdigit()), None):
+        raise DataError(f"{path}: expected a path and the number of a class, got {' '.join(wrong)!r}")
+    return [(path.parent / name, int(label)) for name, label in rows]
+
+
 KNOWN: Mapping[str, KnownDomains] = {
     "office31": KnownDomains(
         ("amazon", "dslr", "webcam"),
@@ -226,5 +261,13 @@ KNOWN: Mapping[str, KnownDomains] = {
         ("pacs", "PACS", "pacs/kfold", "PACS/kfold"),
         227,
         "https://sketchx.eecs.qmul.ac.uk/downloads/ (PACS)",
+    ),
+    "domainnet": KnownDomains(
+        _DOMAINNET,
+        ("domainnet", "DomainNet"),
+        224,
+        "https://ai.bu.edu/M3SDA/ (the six archives and their train and test lists)",
+        _find_domainnet,
+        _read_domainnet,
     ),
 }

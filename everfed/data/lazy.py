@@ -136,6 +136,21 @@ class Samples:
         return made[0]
 
 
+def joined_samples(parts: Sequence[Tensor | Samples]) -> Any:
+    """Samples of several sets, one after the other; decoded on demand where those of the first are."""
+    first = parts[0]
+    if not isinstance(first, Samples):
+        return torch.cat([part if isinstance(part, Tensor) else part[torch.arange(len(part))] for part in parts])
+    ends = np.cumsum([0, *map(len, parts)])
+
+    def read(index: int) -> Tensor:
+        place = int(np.searchsorted(ends, index, side="right")) - 1
+        part, own = parts[place], index - int(ends[place])
+        return part._checked(own) if isinstance(part, Samples) else part[own]
+
+    return Samples(read, int(ends[-1]), first.folder, name=first.name, workers=first.workers)
+
+
 def lazy_source(
     train: Any,
     test: Any,
@@ -155,7 +170,7 @@ def lazy_source(
     y = tuple(labels_of(one, name) for one in (train, test)) if targets is None else targets
     names = class_names or getattr(train, "classes", None) or _feature_names(train)
     found = make_targets(name, y[0], y[1], classes, names, label_kind)
-    folder = _cache_folder(cache)
+    folder = cache_folder(cache)
     x = [
         Samples(_reader(one), len(one), folder, name=f"{name} {part}", workers=workers)
         for part, one in (("train", train), ("test", test))
@@ -267,7 +282,7 @@ def _feature_names(dataset: Any) -> Sequence[str] | None:
     return getattr(dataset.features[label_column("dataset", dataset)], "names", None)
 
 
-def _cache_folder(cache: str | Path | None) -> Path:
+def cache_folder(cache: str | Path | None) -> Path:
     """The folder of decoded samples; without `cache` one that goes with this process."""
     if cache is not None:
         folder = Path(cache).expanduser()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from everfed.data import published
 from everfed.data.catalogue import DIGITS, KNOWN
 from everfed.data.download import ARCHIVES
 from everfed.data.errors import DataError
@@ -72,6 +73,8 @@ def load(
         return _load_texts(name, folder, texts or TextOptions())
     if name in KNOWN:
         return _load_known(name, folder)
+    if name in published.KNOWN:
+        return published.KNOWN[name].load(name, folder)
     return _load_own(name, folder, image_size, label, label_kind, aside)
 
 
@@ -150,7 +153,7 @@ def _load_own(
             return _from_arrays(place.name, arrays, place, label_kind=label_kind)
         if place.is_dir():
             return _from_arrays(place.name, read_image_folder(place, image_size), place)
-    known = (EMBEDDED, *KNOWN, *KNOWN_TEXTS)
+    known = (EMBEDDED, *KNOWN, *published.KNOWN, *KNOWN_TEXTS)
     raise DataError(
         f"data set {name!r} was not found. Looked for an npz file, a table ({', '.join(TABLES)}) or image folder at "
         f"{', '.join(map(str, found[:2]))}.{nearest(name, known)} `everfed list datasets` shows all of them"

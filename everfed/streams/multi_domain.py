@@ -13,6 +13,7 @@ from torch import Tensor
 from everfed.data import transforms
 from everfed.data.domains import Domains, load_domains
 from everfed.data.errors import DataError
+from everfed.data.lazy import Samples, joined_samples
 from everfed.data.source import Source
 from everfed.streams.incremental import IncrementalStream, Rows, choose_rows
 from everfed.streams.options import OptionError, Options
@@ -103,9 +104,9 @@ def _in_one_format(domains: Domains, options: Options) -> Source:
     first, origin = domains.sources[0], "; ".join(source.origin for source in domains.sources)
     return Source(
         domains.name,
-        torch.cat(x_train),
+        joined_samples(x_train),
         torch.cat(y_train),
-        torch.cat(x_test),
+        joined_samples(x_test),
         torch.cat(y_test),
         first.classes,
         first.class_names,
@@ -114,8 +115,10 @@ def _in_one_format(domains: Domains, options: Options) -> Source:
     )
 
 
-def _formatted(x: Tensor, channels: int | None, size: int | None) -> Tensor:
+def _formatted(x: Tensor | Samples, channels: int | None, size: int | None) -> Any:
     """Images in the given format; other samples as they are."""
+    if isinstance(x, Samples):
+        return x.formatted(channels or x.shape[1], size or x.shape[2])
     if x.dtype != torch.uint8 or (channels in (None, x.shape[1]) and size in (None, x.shape[2])):
         return x
     return transforms.to_format(x, channels or x.shape[1], size or x.shape[2])

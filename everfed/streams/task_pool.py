@@ -13,16 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from everfed.core.data import Data
-from everfed.data.imagenet import SIZES, load_imagenet
 from everfed.data.partition import who_got_what
 from everfed.data.source import Source
-from everfed.data.sources import data_folder, load
 from everfed.streams.draws import generator
 from everfed.streams.incremental import Division, IncrementalStream
 from everfed.streams.options import OptionError, Options, require_choice, require_whole
@@ -58,11 +55,6 @@ class TaskPool(IncrementalStream):
         self.classes_per_task, self.sample_split = classes_per_task, sample_split
         self.class_overlap_within_step = class_overlap_within_step
         super().__init__(source, options, **settings)
-
-    @staticmethod
-    def read(dataset: str | Path, data_dir: str | Path | None = None) -> Source:
-        """The data set of that name; ImageNet is read here, since no other stream can do without all of it at once."""
-        return load_imagenet(str(dataset), data_folder(data_dir)) if dataset in SIZES else load(dataset, data_dir)
 
     @cached_property
     def orders(self) -> np.ndarray:

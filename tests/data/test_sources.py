@@ -16,7 +16,7 @@ from everfed.data import DataError, load
 from everfed.data.available import available
 from everfed.data.catalogue import KNOWN
 from everfed.data.domains import KNOWN as DOMAINS
-from everfed.data.imagenet import SIZES
+from everfed.data.published import KNOWN as PUBLISHED
 from everfed.data.texts import KNOWN as KNOWN_TEXTS
 from everfed.data.utterances import KNOWN as TEXTS
 
@@ -245,7 +245,7 @@ def test_available_lists_every_named_set_and_the_users_own(tmp_path):
     for part in ("train", "test"):
         (tmp_path / "photos" / part).mkdir(parents=True)
     rows = {name: (found, where) for name, found, where in available(tmp_path)}
-    named = {"digits", *KNOWN, *SIZES, *KNOWN_TEXTS, "digit10", *DOMAINS, *TEXTS, "streets", "carla"}
+    named = {"digits", *KNOWN, *PUBLISHED, *KNOWN_TEXTS, "digit10", *DOMAINS, *TEXTS, "streets", "carla"}
     assert set(rows) == {*named, "mine", "photos"}
     assert rows["digits"][0]
     assert rows["mnist"] == (True, str(tmp_path / "train-images-idx3-ubyte.gz"))
