@@ -118,6 +118,14 @@ def test_help_teaches_with_examples(command: str) -> None:
     assert command in done("--help")
 
 
+def test_a_run_names_the_settings_that_only_a_comparison_gives_its_method() -> None:
+    (given := Path("tiny.toml")).write_text(f'{TINY}\n[compare.options]\nder = ["method.der.weight=2.0"]\n')
+    no_data = ("run", str(given), "--set", "stream.dataset='mnist'", "--method")
+    expected = "`everfed compare` runs der with settings of its own: --set method.der.weight=2.0"
+    assert expected in everfed(*no_data, "der").stderr
+    assert "settings of its own" not in everfed(*no_data, "fedavg").stderr
+
+
 def test_help_says_what_an_argument_is() -> None:
     assert "A TOML file, or a shipped recipe" in done("run", "--help")
 

@@ -17,7 +17,19 @@ from everfed.core.option import HasOptions, option
 from everfed.data.errors import DataError
 from everfed.errors import RecipeError, UserError, exit_code, is_user_error, sentence
 from everfed.methods.registry import MethodError
-from everfed.recipe import Places, Recipe, from_table, parse_value, placed, read, read_placed, scaled, settled, to_toml
+from everfed.recipe import (
+    Places,
+    Recipe,
+    from_table,
+    parse_value,
+    placed,
+    read,
+    read_placed,
+    scaled,
+    settled,
+    to_toml,
+    unused_settings,
+)
 from everfed.recipe.problems import split_key
 from everfed.recipe.schema import section_of
 
@@ -426,6 +438,13 @@ def test_the_resolved_recipe_spells_out_every_value() -> None:
         if section not in ("name", "seed", "compare", "methods"):
             assert f"[{section}]" in text, kind
     assert "local_epochs = 1" in text and "[method.defaults]" not in text
+
+
+def test_settings_of_a_comparison_that_a_run_leaves_out_are_known() -> None:
+    compare = {"methods": ["der", "er"], "options": {"der": ["train.optimizer.lr=0.02", "method.der.weight=2.0"]}}
+    table = {"method": {"name": "der"}, "compare": compare, "train": {"optimizer": {"lr": 0.02}}}
+    assert unused_settings(from_table(table)) == ["method.der.weight=2.0"]
+    assert unused_settings(read(table, method="er")) == unused_settings(read({"method": {"name": "er"}})) == []
 
 
 def test_a_table_has_its_options_types_and_bounds_from_their_declaration() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,11 +54,14 @@ def run(
       everfed run my.toml --out runs/job-17 --resume-or-run
     """
     from everfed import api
-    from everfed.recipe import read_placed
+    from everfed.recipe import read_placed, unused_settings
     from everfed.reports.progress import watching
     from everfed.store.run import RunFolder
 
     reading = read_placed(recipe, method=method, seed=seed, sets=sets)
+    if unused := unused_settings(reading.recipe):
+        entries = " ".join(f"--set {shlex.quote(entry)}" for entry in unused)
+        typer.echo(f"`everfed compare` runs {reading.recipe.method.name} with settings of its own: {entries}", err=True)
     if dry_run:
         _show_estimate(reading, data, scale, as_json)
         return

@@ -262,7 +262,7 @@ def digest_of(text: str, *tensors: Tensor) -> str:
 
 class Checks:
     """Looks once at all that a stream of a user's own gives: numbers must be finite, labels those of its classes,
-    and a sample id names one sample of a client, since replay knows samples by them."""
+    and a sample id names one sample of a client, since replay knows samples by them. Messages count tasks from 1."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -272,7 +272,7 @@ class Checks:
     def training(self, client: int, task: int, data: Data) -> Data:
         """What a client sees in a task."""
         if self._is_new("train", client, task):
-            place = f"task {task}"
+            place = f"task {task + 1}"
             self._check_client(client, place, place, data, lambda: self.stream.data(client, task))
         return data
 
@@ -285,7 +285,7 @@ class Checks:
     def held_out(self, client: int | None, task: int, split: str, data: Data) -> Data:
         """What a task is scored on."""
         if self._is_new(split, client, task):
-            self._check(data, f"{split} samples of {'' if client is None else f'client {client}, '}task {task}")
+            self._check(data, f"{split} samples of {'' if client is None else f'client {client}, '}task {task + 1}")
         return data
 
     def _is_new(self, kind: str, client: int | None, place: int) -> bool:

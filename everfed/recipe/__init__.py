@@ -14,6 +14,7 @@ from everfed.recipe.reading import (
     settled,
     share,
     to_toml,
+    unused_settings,
 )
 from everfed.recipe.schema import (
     CompareSection,
@@ -58,4 +59,5 @@ __all__ = [
     "settled",
     "share",
     "to_toml",
+    "unused_settings",
 ]

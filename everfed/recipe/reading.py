@@ -94,6 +94,12 @@ def _validated(table: Table, places: Places) -> Recipe:
         raise refuse(error, places) from error
 
 
+def unused_settings(recipe: Recipe) -> list[str]:
+    """What [compare.options] sets for the recipe's method and the recipe itself does not: only comparisons use it."""
+    own = recipe.compare.options.get(recipe.method.name, []) if recipe.compare else []
+    return [entry for entry in own if read(recipe, sets=[entry]).model_dump() != recipe.model_dump()]
+
+
 # recipes made from recipes -----------------------------------------------------------------------------------------
 
 

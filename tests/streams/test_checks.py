@@ -70,17 +70,17 @@ def holed(value: float) -> Damage:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_is_refused_where_a_client_sees_it(value: float) -> None:
-    with pytest.raises(UserError, match=rf"'mine', client 1, task 1: x\[5, 2\] is {value:g}, no finite number"):
+    with pytest.raises(UserError, match=rf"'mine', client 1, task 2: x\[5, 2\] is {value:g}, no finite number"):
         run(Mine(holed(value)))
 
 
 def test_and_where_models_are_scored_on_it() -> None:
-    with pytest.raises(UserError, match=r"'mine', test samples of task 1: x\[5, 2\] is nan"):
+    with pytest.raises(UserError, match=r"'mine', test samples of task 2: x\[5, 2\] is nan"):
         run(Mine(test=holed(float("nan"))))
 
 
 def test_ids_that_recur_for_other_samples_are_refused() -> None:
-    with pytest.raises(UserError, match=r"client 0, task 1: sample id 0 is another sample of task 0.*of its own"):
+    with pytest.raises(UserError, match=r"client 0, task 2: sample id 0 is another sample of task 1.*of its own"):
         run(Mine(apart=False), "naive-uniform")
 
 
@@ -93,7 +93,7 @@ def test_all_samples_of_recurring_ids_are_compared() -> None:
             found.x[0] = 1.0
             return found
 
-    with pytest.raises(UserError, match=r"client 0, task 1: sample id 1 is another sample of task 0"):
+    with pytest.raises(UserError, match=r"client 0, task 2: sample id 1 is another sample of task 1"):
         run(Alike(apart=False), "naive-uniform")
 
 
@@ -153,7 +153,7 @@ def labelled(label: int) -> Damage:
 
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_that_is_no_class_is_refused(label: int) -> None:
-    with pytest.raises(UserError, match=rf"client 1, task 1: the label y\[5\] is {label}; with 3 classes"):
+    with pytest.raises(UserError, match=rf"client 1, task 2: the label y\[5\] is {label}; with 3 classes"):
         run(Mine(labelled(label)))
 
 
