@@ -28,7 +28,7 @@ from everfed.federation import worker
 from everfed.federation.audit import Audited
 from everfed.federation.packet import Packet
 from everfed.federation.request import STEPS, Request
-from everfed.privacy.secure import AGREE, MASK, NAME, SHARE, UNMASK
+from everfed.privacy.secure_client import AGREE, MASK, NAME, SHARE, UNMASK
 from tests.core.test_tree_hostile import POISONED
 from tests.support.secure_lies import IGNORED, LEFT_OUT
 

@@ -33,7 +33,7 @@ from everfed.federation.policy import OWN_CODE, Guard, Policy
 from everfed.federation.request import FAILED, REFUSED, REPLY, Answer
 from everfed.federation.runtime import RuntimeBuilder
 from everfed.naming import files_inside, restricted
-from everfed.privacy.secure import NAME
+from everfed.privacy.secure_client import NAME
 from everfed.recipe import to_toml
 from tests.federation.asking import request, values
 from tests.federation.field import small_recipe

@@ -31,8 +31,8 @@ from everfed.core.handle import Client
 from everfed.core.message import Message, addressed
 from everfed.core.phase import Mean, Phase
 from everfed.core.stream import RoundPlan
-from everfed.privacy.secure import MASK, NAME, SecureAggregation
-from everfed.privacy.secure_engine import Secured
+from everfed.privacy.secure_client import MASK, NAME, SecureAggregation
+from everfed.privacy.secure_server import Secured
 
 PATH = ("method", "vector")
 PHASE = Phase("gradient", owner="method", reduce={"vector": Mean()})

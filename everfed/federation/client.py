@@ -39,7 +39,7 @@ from everfed.federation.request import (
 from everfed.federation.runs import KEPT, STEPS, Runs
 from everfed.naming import NotAllowed
 from everfed.privacy.differential import NAME, BudgetSpent
-from everfed.privacy.members import ProtocolError
+from everfed.privacy.secure_client import ProtocolError
 from everfed.privacy.spending import DELTA, ClientLedger, hides_failures, protection
 from everfed.session import OtherWeights
 from everfed.store.clients import ClientStore

@@ -26,7 +26,7 @@ def protect(method: Method, section: PrivacySection) -> Method:
 
         method = private(method, **section.dp.model_dump())
     if section.secure_aggregation:
-        from everfed.privacy.secure import secured
+        from everfed.privacy.secure_client import secured
 
         method = secured(method, **section.model_dump(exclude={"secure_aggregation", "dp"}))
     return method
@@ -63,7 +63,7 @@ def wrap(engine: Engine, setup: Setup, device: str, notify: Observer, ledger: Le
     """The engine with the server's side of the method's protections. ledger: of the run, where clients are real."""
     if not setup.method.protections:
         return engine
-    from everfed.privacy.secure import NAME
+    from everfed.privacy.secure_client import NAME
     from everfed.privacy.spending import protection
 
     noise = protection(setup.method)
@@ -76,6 +76,6 @@ def wrap(engine: Engine, setup: Setup, device: str, notify: Observer, ledger: Le
         return engine
     if engine.sharded:
         raise CompositionError("privacy.secure_aggregation needs all clients behind one server; engine.kind is 'ranks'")
-    from everfed.privacy.secure_engine import Secured
+    from everfed.privacy.secure_server import Secured
 
     return Secured(engine, setup, device, notify, ledger)

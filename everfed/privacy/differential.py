@@ -51,7 +51,7 @@ from everfed.method import (
 )
 from everfed.privacy import accountant
 from everfed.privacy.encoding import NUMBER, flat, form_of
-from everfed.privacy.noise import standard_normal, tree_digest
+from everfed.privacy.gaussian import standard_normal, tree_digest
 
 NAME = "dp"
 CENTRAL, LOCAL = "central", "local"

@@ -13,7 +13,7 @@ from torch import nn
 from everfed.core.context import Place
 from everfed.federation.checking import expected_reply
 from everfed.methods import registry as methods
-from everfed.privacy.secure import SecureAggregation, secured
+from everfed.privacy.secure_client import SecureAggregation, secured
 from tests.federation.loop import federated, loop_of
 from tests.support.toy import Bench, Toy
 

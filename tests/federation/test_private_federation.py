@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from everfed.privacy.secure_engine import TooFewClients
+from everfed.privacy.secure_server import TooFewClients
 from everfed.recipe import Recipe, to_toml
 from tests.federation.field import Field, Site, events, field, outcome, simulated
 from tests.support.waiting import HANG

@@ -29,10 +29,9 @@ from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet
 from everfed.federation.phase_options import PhaseOptions
 from everfed.privacy import masking, shamir
-from everfed.privacy.members import LETTERS, Members, by_client, needed
-from everfed.privacy.secure import SHARE, secured
-from everfed.privacy.secure_engine import Secured
-from everfed.privacy.secure_sum import SecurePhase
+from everfed.privacy.secure_client import SHARE, secured
+from everfed.privacy.secure_members import LETTERS, Members, by_client, needed
+from everfed.privacy.secure_server import Secured, SecurePhase
 from tests.federation.field import outcome, simulated
 from tests.federation.loop import Loop, runtime
 from tests.federation.test_secure_attacks import exchanged

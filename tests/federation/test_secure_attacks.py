@@ -29,8 +29,8 @@ from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import RECIPE, REPLY, Answer, Request, Step
 from everfed.method import Mean, Method, Part
 from everfed.methods import registry as methods
-from everfed.privacy.secure import MASK, NAME, SHARE, UNMASK, secured
-from everfed.privacy.secure_engine import Secured, TooFewClients
+from everfed.privacy.secure_client import MASK, NAME, SHARE, UNMASK, secured
+from everfed.privacy.secure_server import Secured, TooFewClients
 from tests.federation.loop import Loop, loop_of, site
 from tests.support.toy import Bench, Toy
 

@@ -18,8 +18,8 @@ from everfed.federation.packet import Packet
 from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import Answer
 from everfed.federation.transport import Failure
-from everfed.privacy.secure import MASK, NAME, secured
-from everfed.privacy.secure_engine import Secured
+from everfed.privacy.secure_client import MASK, NAME, secured
+from everfed.privacy.secure_server import Secured
 from everfed.store.clients import ClientStore
 from tests.federation.loop import Loop, loop_of
 from tests.support.toy import Bench, Norm, Outcome, Toy

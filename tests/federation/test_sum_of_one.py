@@ -29,9 +29,8 @@ from everfed.federation.packet import Packet, digest
 from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import RECIPE, Answer, Request, fingerprint
 from everfed.methods import registry as methods
-from everfed.privacy.secure import MASK, secured
-from everfed.privacy.secure_engine import Secured, TooFewClients
-from everfed.privacy.secure_sum import SecurePhase
+from everfed.privacy.secure_client import MASK, secured
+from everfed.privacy.secure_server import Secured, SecurePhase, TooFewClients
 from everfed.store.clients import ClientStore
 from tests.federation.loop import Loop, runtime
 from tests.support.flaky import Flaky

@@ -15,7 +15,7 @@ from everfed.method import CompositionError, Optimizer, TrainOptions, compose
 from everfed.methods import registry as methods
 from everfed.methods.features.calibration import CCVR, HGP, gaussian, scaled
 from everfed.methods.features.ridge import Ridge
-from everfed.privacy.secure import secured
+from everfed.privacy.secure_client import secured
 from everfed.session.result import HasSummary
 from tests.support.flaky import secure_run
 from tests.support.rehearsal_free import ClassToy

@@ -20,7 +20,7 @@ from everfed.methods.aggregate.feddyn import FedDyn
 from everfed.methods.aggregate.fednova import FedNova, steps_of
 from everfed.methods.aggregate.scaffold import Scaffold
 from everfed.methods.regularise.fedprox import FedProx
-from everfed.privacy.secure import secured
+from everfed.privacy.secure_client import secured
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy, mean_square
 
 RATE, STEPS = 0.1, 5

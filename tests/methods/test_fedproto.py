@@ -15,7 +15,7 @@ from torch.nn import functional
 from everfed.core import tree
 from everfed.method import CompositionError, Optimizer, TrainOptions, compose
 from everfed.methods import registry as methods
-from everfed.privacy.secure import secured
+from everfed.privacy.secure_client import secured
 from tests.support.flaky import secure_run
 from tests.support.rehearsal_free import ClassToy
 from tests.support.spy import Seen, spied

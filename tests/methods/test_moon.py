@@ -15,7 +15,7 @@ from everfed.core import tree
 from everfed.method import CompositionError, compose
 from everfed.methods import registry as methods
 from everfed.methods.regularise.moon import contrast
-from everfed.privacy.secure import secured
+from everfed.privacy.secure_client import secured
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy
 

@@ -30,7 +30,7 @@ from everfed.methods.features.ridge import (
 )
 from everfed.methods.features.statistics import held_out, rounded, symmetric, triangle
 from everfed.models.vit import ViT
-from everfed.privacy.secure import secured
+from everfed.privacy.secure_client import secured
 from everfed.session.result import HasSummary
 from tests.support.flaky import secure_run
 from tests.support.rehearsal_free import ClassToy

@@ -28,7 +28,7 @@ from everfed.methods.aggregate.robust import (
     gram_matrix,
     nearest_means,
 )
-from everfed.privacy.secure import secured
+from everfed.privacy.secure_client import secured
 from tests.support.toy import Bench, Norm, Toy
 
 rows = st.integers(3, 9).flatmap(

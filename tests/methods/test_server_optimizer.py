@@ -16,7 +16,7 @@ from everfed.method import MODEL, CompositionError, Optimizer, Server, State, Tr
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.aggregate.server_optimizer import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimizer
-from everfed.privacy.secure import secured
+from everfed.privacy.secure_client import secured
 from tests.support.rehearsal_free import one_parameter
 from tests.support.toy import Bench, Linear, Norm, Toy
 

@@ -24,8 +24,8 @@ from everfed.errors import CompositionError
 from everfed.methods import registry as methods
 from everfed.privacy.accountant import epsilon
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy, check_setup, clip_norm, private
-from everfed.privacy.secure import secured
-from everfed.privacy.secure_engine import Secured
+from everfed.privacy.secure_client import secured
+from everfed.privacy.secure_server import Secured
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Norm, Outcome, Toy
 from tests.support.wire import crossed

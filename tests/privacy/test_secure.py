@@ -25,8 +25,7 @@ from everfed.core.message import Message, PerClient
 from everfed.engines.processes import Processes
 from everfed.method import CompositionError, Phase
 from everfed.methods import registry as methods
-from everfed.privacy.members import needed
-from everfed.privacy.secure import (
+from everfed.privacy.secure_client import (
     AGREE,
     MASK,
     NAME,
@@ -36,7 +35,8 @@ from everfed.privacy.secure import (
     SecureAggregation,
     secured,
 )
-from everfed.privacy.secure_engine import Secured, TooFewClients
+from everfed.privacy.secure_members import needed
+from everfed.privacy.secure_server import Secured, TooFewClients
 from everfed.store.clients import ClientStore
 from tests.support.flaky import STEP, Flaky, events, plain_run, protected, secure_run
 from tests.support.phases import phase_of

@@ -19,10 +19,10 @@ from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.method import Client, Mean, Method, Part, Phase, Values
 from everfed.methods import registry as methods
-from everfed.privacy import secure, shamir
-from everfed.privacy.members import Members
-from everfed.privacy.secure import AGREE, MASK, NAME, RECOVER, SHARE
-from everfed.privacy.secure_engine import Secured, TooFewClients
+from everfed.privacy import secure_client, shamir
+from everfed.privacy.secure_client import AGREE, MASK, NAME, RECOVER, SHARE
+from everfed.privacy.secure_members import Members
+from everfed.privacy.secure_server import Secured, TooFewClients
 from everfed.store.clients import ClientStore
 from tests.support.flaky import STEP, Flaky, Lost, plain_run, protected
 from tests.support.secure_lies import IGNORED, LEFT_OUT, OFF_CURVE, Lie, changed, key
@@ -136,7 +136,7 @@ def dealing(monkeypatch: pytest.MonkeyPatch, deal: Callable[..., shamir.Dealing]
         dealers[0] += 1
         return (deal if dealers[0] == 1 else honest)(*arguments)
 
-    monkeypatch.setattr(secure.shamir, "deal", dealt)
+    monkeypatch.setattr(secure_client.shamir, "deal", dealt)
 
 
 def test_a_dealer_of_another_key_that_goes_away_is_left_out_before_anything_is_opened(
@@ -170,7 +170,7 @@ def test_two_liars_in_two_attempts_are_both_left_out() -> None:
     class Two(Lying):
         def exchange(self, phase: Phase, clients: Sequence[int], message: Any, place: Place) -> Iterator[Any]:
             for client, reply in super().exchange(phase, clients, message, place):
-                if client == 1 and phase.name == secure.KEYS and isinstance(reply, Reply):
+                if client == 1 and phase.name == secure_client.KEYS and isinstance(reply, Reply):
                     reply = replace(reply, values={NAME: {"keys": OFF_CURVE}})
                 yield client, reply
 
@@ -305,7 +305,7 @@ def unbind(monkeypatch: pytest.MonkeyPatch, *what: str) -> None:
     """Clients and server leave phase and place out of what letters, or shares and masks, are bound to."""
     if "letters" in what:
         monkeypatch.setattr(
-            secure, "letter_context", lambda own, members, *ends: repr((*ends[:2], members.digest)).encode()
+            secure_client, "_letter_context", lambda own, members, *ends: repr((*ends[:2], members.digest)).encode()
         )
     if "digest" in what:
         honest = Members.__dict__["digest"].func

@@ -24,14 +24,14 @@ from everfed.federation.client import Identity, RealClient
 from everfed.federation.phase_options import PhaseOptions
 from everfed.privacy.accountant import composed, epsilon, multiplier
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy, private
-from everfed.privacy.secure import secured
-from everfed.privacy.secure_engine import Secured
+from everfed.privacy.secure_client import secured
+from everfed.privacy.secure_server import Secured
 from everfed.privacy.spending import ClientLedger, RunLedger
 from everfed.store.clients import ClientStore
 from everfed.store.ledger import PRIVACY_LEDGER, AppendedFile, Lost
 from tests.federation.field import small_recipe
 from tests.federation.loop import Loop, federated, runtime
-from tests.privacy.test_noise import copied
+from tests.privacy.test_gaussian import copied
 from tests.support.toy import Bench, Outcome, Toy
 
 pytest.importorskip("dp_accounting", reason="pip install 'everfed[privacy]'")

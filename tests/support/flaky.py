@@ -16,8 +16,8 @@ from everfed.core.message import Message, Model
 from everfed.core.method import Method
 from everfed.core.phase import Phase
 from everfed.core.trainer import Trainer
-from everfed.privacy.secure import secured
-from everfed.privacy.secure_engine import Secured
+from everfed.privacy.secure_client import secured
+from everfed.privacy.secure_server import Secured
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Outcome
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from everfed.core.tree import map_tensors
-from everfed.privacy.secure import AGREE, MASK, SHARE, UNMASK
+from everfed.privacy.secure_client import AGREE, MASK, SHARE, UNMASK
 
 Lie = Callable[[dict[str, Any]], Any]
 OFF_CURVE = torch.full((66,), 255, dtype=torch.uint8)

@@ -170,7 +170,7 @@ def test_the_first_numbers_are_those_of_aes_in_counter_mode() -> None:
     """Worked out from the block cipher, HMAC and the formula of Box and Muller."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-    from everfed.privacy.noise import standard_normal
+    from everfed.privacy.gaussian import standard_normal
 
     extracted = hmac.new(bytes(32), b"k" * 32, hashlib.sha256).digest()  # HKDF, RFC 5869
     key = hmac.new(extracted, b"everfed noise here\x01", hashlib.sha256).digest()
@@ -186,7 +186,7 @@ def test_the_first_numbers_are_those_of_aes_in_counter_mode() -> None:
 
 
 def test_a_hundred_thousand_numbers_are_normal() -> None:
-    from everfed.privacy.noise import standard_normal
+    from everfed.privacy.gaussian import standard_normal
 
     numbers = standard_normal(bytes(32), b"", 100_000)
     assert stats.kstest(numbers, "norm").pvalue > 1e-4
@@ -197,7 +197,7 @@ def test_a_hundred_thousand_numbers_are_normal() -> None:
 
 def test_no_number_comes_twice_in_a_long_vector() -> None:
     """Several blocks of the generator: with repeated noise the difference of two entries would be bare."""
-    from everfed.privacy.noise import _BLOCK, standard_normal
+    from everfed.privacy.gaussian import _BLOCK, standard_normal
 
     count = 5 * _BLOCK
     assert len(np.unique(standard_normal(bytes(32), b"", count))) == count
@@ -206,7 +206,7 @@ def test_no_number_comes_twice_in_a_long_vector() -> None:
 @given(st.binary(max_size=40), st.binary(max_size=40), st.integers(0, 70_000))
 @settings(max_examples=30, deadline=None)
 def test_equal_bindings_give_equal_numbers_and_others_do_not(first: bytes, second: bytes, count: int) -> None:
-    from everfed.privacy.noise import standard_normal
+    from everfed.privacy.gaussian import standard_normal
 
     numbers = standard_normal(bytes(32), first, count)
     assert len(numbers) == count
@@ -215,7 +215,7 @@ def test_equal_bindings_give_equal_numbers_and_others_do_not(first: bytes, secon
 
 
 def test_a_digest_sees_every_value_type_shape_and_name() -> None:
-    from everfed.privacy.noise import tree_digest
+    from everfed.privacy.gaussian import tree_digest
 
     def trees() -> list[tree.Tree]:
         x = torch.tensor([1.0, 2.0])

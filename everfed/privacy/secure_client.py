@@ -18,7 +18,10 @@ the same phase of the same run, in any other set: the difference of two such sum
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,13 +29,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.context import Facts
 from everfed.core.handle import Handle
 from everfed.core.phase import EVALUATE, TRAIN, Total
 from everfed.core.run_options import SumOptions
+from everfed.core.tree import leaves
 from everfed.method import (
+    MODEL,
     Client,
     Collect,
     CompositionError,
@@ -48,33 +54,18 @@ from everfed.method import (
 )
 from everfed.privacy import masking, shamir
 from everfed.privacy.encoding import Code, EncodingError, Form, encode, flat, form_of, form_to_text, is_finite
-from everfed.privacy.members import (
+from everfed.privacy.secure_members import (
     FEWEST,
-    MASKS,
     Members,
-    ProtocolError,
     as_sent,
     by_client,
     client_list,
-    epoch_of,
-    ledger_keys,
-    letter_context,
-    letter_secret,
-    model_digest,
     needed,
-    place_of,
-    private_keys,
-    reply_digest,
-    require_same_set,
     set_text,
     sized,
     to_bytes,
     to_tensor,
-    unknown_members,
-    vote_secret,
-    vote_text,
     where,
-    with_new_keys,
 )
 
 NAME = "secure"
@@ -89,11 +80,17 @@ REPLIES = {
     KEYS: ("keys", "signed"),
 }
 VECTORS = (b"narrow", b"wide")
+MASKS, LETTERS, VOTES = b"masks", b"letters", b"votes"  # what agreed secrets are for
 _IDLE = "idle"
 LONGEST_SIGNED = 1000  # characters of a name and a signature
 _KEPT = ("phase", "place", "epoch", "asked", "model", "result", "reply", "form")  # through a change of keys
 Request = Mapping[str, Any]
 Weighing = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> weighted by samples?
+_LOG = logging.getLogger("everfed.client")
+
+
+class ProtocolError(ValueError):
+    """A request that no honest server makes; the client does not answer it."""
 
 
 @dataclass(frozen=True)
@@ -145,16 +142,16 @@ class SecureAggregation(Protection, SumOptions):
         form = form_to_text(form_of(reply.values))
         own = {
             "phase": phase.name,
-            "place": place_of(client),
-            "epoch": epoch_of(client),
+            "place": _place_of(client),
+            "epoch": _epoch_of(client),
             "asked": "" if client.attempt is None else client.attempt.asked,
-            "model": model_digest(phase.name, reply, client),
-            "result": reply_digest(phase.name, reply, client),
+            "model": _model_digest(phase.name, reply, client),
+            "result": _reply_digest(phase.name, reply, client),
             "reply": {"values": reply.values, "samples": reply.samples, "steps": reply.steps, "loss": _loss(reply)},
             "form": form,
             "step": SHARE,
         }
-        client.state, advertised = with_new_keys(own, client)
+        client.state, advertised = _with_new_keys(own, client)
         said = {**advertised, "form": form, **({"asked": own["asked"]} if own["asked"] else {})}
         return Reply({self.name: {**said, "broken": True} if broken else said})
 
@@ -163,10 +160,10 @@ class SecureAggregation(Protection, SumOptions):
         own = client.state
         at = own.get("step", "nothing")
         expected = at in REPLIES if step == KEYS else at == step
-        if not expected or own.get("place") != place_of(client) or own.get("epoch") != epoch_of(client):
+        if not expected or own.get("place") != _place_of(client) or own.get("epoch") != _epoch_of(client):
             raise ProtocolError(
-                f"asked for {step} at {place_of(client)} in epoch {epoch_of(client)} of the server, but this client is "
-                f"at {at} of {own.get('place', 'no place')}, epoch {own.get('epoch', 'none')}; a phase begins with "
+                f"asked for {step} at {_place_of(client)} in epoch {_epoch_of(client)} of the server, but this client "
+                f"is at {at} of {own.get('place', 'no place')}, epoch {own.get('epoch', 'none')}; a phase begins with "
                 "fresh keys"
             )
         steps = {SHARE: self._share, MASK: self._mask, AGREE: self._agree}
@@ -177,14 +174,14 @@ class SecureAggregation(Protection, SumOptions):
     def _share(self, own: Tree, request: Request, client: Client) -> tuple[Tree, Tree]:
         """Check who is to be added up with, and split the secrets among them."""
         members, me = self._members(own, request), client.id
-        private = private_keys(own)
+        private = _private_keys(own)
         if members.keys.get(me) != b"".join(map(masking.public_of, private)) or members.forms[me] != own["form"]:
             raise ProtocolError("the server passes on other keys, or another form, than this client's")
         if len(members.clients) < FEWEST:
             raise ProtocolError(f"{len(members.clients)} clients; secure aggregation needs {FEWEST}")
         if not self._form(own, members, client):
             raise ProtocolError(f"no value is in the replies of {self._needed(members)} of the members: no sum")
-        unknown = unknown_members(own, members, client)
+        unknown = _unknown_members(own, members, client)
         if unknown:
             return own, {"complaints": torch.tensor(unknown)}
         seed, count = masking.new_seed(), len(members.clients)
@@ -192,8 +189,8 @@ class SecureAggregation(Protection, SumOptions):
         shares = dict(zip(members.clients, dealing.shares, strict=True))
 
         def sealed(peer: int, share: bytes) -> bytes:
-            about = letter_context(own, members, me, peer, client)
-            return masking.encrypt(letter_secret(own, members, peer), share, about)
+            about = _letter_context(own, members, me, peer, client)
+            return masking.encrypt(_letter_secret(own, members, peer), share, about)
 
         letters = {str(peer): to_tensor(sealed(peer, share)) for peer, share in shares.items() if peer != me}
         kept = {"members": members.to_tree(), "seed": to_tensor(seed), "shares": {str(me): to_tensor(shares[me])}}
@@ -207,7 +204,7 @@ class SecureAggregation(Protection, SumOptions):
         sharing = _clients_of(request, "sharing")
         if len(sharing) < self._needed(members) or not {me} <= set(sharing) <= set(members.clients):
             raise ProtocolError(f"{len(sharing)} of {len(members.clients)} clients shared their keys")
-        require_same_set(own, sharing, client)
+        _require_same_set(own, sharing, client)
         shares = {peer: self._opened(own, members, peer, request, client) for peer in sharing if peer != me}
         liars = [peer for peer, share in shares.items() if share is None]
         if liars:
@@ -226,9 +223,9 @@ class SecureAggregation(Protection, SumOptions):
         proof = sized(request.get("proofs", {}).get(str(peer)), self._needed(members) * shamir.SHARE)
         if letter is None or commitments is None or proof is None:
             raise ProtocolError(f"no letter of client {peer}, or none of the right size")
-        secret = letter_secret(own, members, peer)
+        secret = _letter_secret(own, members, peer)
         try:
-            share = masking.decrypt(secret, letter, letter_context(own, members, peer, me, client))
+            share = masking.decrypt(secret, letter, _letter_context(own, members, peer, me, client))
         except ValueError:
             return None
         place, threshold = members.share_place(me), self._needed(members)
@@ -236,7 +233,7 @@ class SecureAggregation(Protection, SumOptions):
 
     def _masked(self, own: Tree, members: Members, sharing: list[int], client: Client) -> list[np.ndarray]:
         form, code = self._form(own, members, client), self.code(own["phase"], len(members.clients))
-        private, me, bound = private_keys(own), client.id, members.sum_of(sharing)
+        private, me, bound = _private_keys(own), client.id, members.sum_of(sharing)
         secrets = {peer: masking.agree(private[0], members.mask_key(peer), MASKS) for peer in sharing if peer != me}
         encoded = zip(encode(_reply(own["reply"]), form, code), VECTORS, strict=True)
         return [masked(vector, me, to_bytes(own["seed"]), secrets, part + bound) for vector, part in encoded]
@@ -253,9 +250,9 @@ class SecureAggregation(Protection, SumOptions):
             having = sum(path in json.loads(members.forms[peer]) for peer in alive)
             if having < self._needed(members):
                 raise ProtocolError(f"{path} is in the replies of {having} of the clients that are left: no sum")
-        require_same_set(own, alive, client)
+        _require_same_set(own, alive, client)
         votes = {
-            str(peer): to_tensor(masking.mac(vote_secret(own, members, peer), vote_text(members, sharing, alive, me)))
+            str(peer): to_tensor(masking.mac(_vote_secret(own, members, peer), _vote_text(members, sharing, alive, me)))
             for peer in alive
             if peer != me
         }
@@ -273,16 +270,16 @@ class SecureAggregation(Protection, SumOptions):
         """Shares of the seeds of those that are there; recorded before they are sent."""
         doubts = self._require_votes(own, request, client)
         alive = client_list(own["alive"])
-        require_same_set(own, alive, client)
+        _require_same_set(own, alive, client)
         if client.attempt is not None:
-            for key in ledger_keys(own, client):
+            for key in _ledger_keys(own, client):
                 client.attempt.ledger.record(key, set_text(alive))
         seeds = {str(peer): to_tensor(shamir.seed_share(to_bytes(own["shares"][str(peer)]))) for peer in alive}
         return {"step": _IDLE}, {"seeds": seeds, **({"doubts": torch.tensor(doubts)} if doubts else {})}
 
     def _renew(self, own: Tree, request: Request, client: Client) -> tuple[Tree, Tree]:
         """Fresh keys for the same reply. Shares of the old ones are dropped: what was masked with them stays masked."""
-        return with_new_keys({**{key: own[key] for key in _KEPT}, "step": SHARE}, client)
+        return _with_new_keys({**{key: own[key] for key in _KEPT}, "step": SHARE}, client)
 
     # checks ------------------------------------------------------------------------------------------------------
     def _needed(self, members: Members) -> int:
@@ -309,7 +306,7 @@ class SecureAggregation(Protection, SumOptions):
         sharing, alive = client_list(own["sharing"]), client_list(own["alive"])
         cast = by_client(request.get("votes"), masking.MAC)
         equal = {
-            peer: masking.is_mac(vote, vote_secret(own, members, peer), vote_text(members, sharing, alive, peer))
+            peer: masking.is_mac(vote, _vote_secret(own, members, peer), _vote_text(members, sharing, alive, peer))
             for peer, vote in cast.items()
             if peer in alive and peer != me
         }
@@ -373,3 +370,133 @@ def _loss(reply: Reply) -> float | None:
 def _reply(kept: Tree) -> Reply:
     values: dict[str, Any] = kept["values"]
     return Reply(values, kept["samples"], kept["steps"], kept["loss"])
+
+
+# what a client signs, seals and records ------------------------------------------------------------------------------
+def _with_new_keys(own: Tree, client: Client) -> tuple[Tree, Tree]:
+    """(the state with fresh keys, the public ones to advertise, signed where this client has a long-lived key)."""
+    private = [masking.new_private(), masking.new_private()]
+    public = b"".join(masking.public_of(key) for key in private)
+    credentials = None if client.attempt is None else client.attempt.credentials
+    signed = {}
+    if credentials is not None:
+        signature = credentials.sign(_statement(own, client.id, public, own["form"], client))
+        signed["signed"] = f"{credentials.name} {signature.hex()}"
+    return {**own, "private": to_tensor(b"".join(private))}, {"keys": to_tensor(public), **signed}
+
+
+def _statement(own: Tree, number: int, keys: bytes, form: str, client: Client) -> bytes:
+    """What a client signs when it advertises keys: they are its own, for this phase of this run and no other, and for
+    what it was asked. Who was asked otherwise does not find it signed."""
+    return json.dumps(["secure", *_where(own, client), own["asked"], number, keys.hex(), form]).encode()
+
+
+def _unknown_members(own: Tree, members: Members, client: Client) -> list[int]:
+    """The members whose keys are not signed by a client that this one knows from elsewhere than the server; none where
+    it knows no clients."""
+    credentials = None if client.attempt is None else client.attempt.credentials
+    if credentials is None:
+        return []
+    found = []
+    names = Counter(members.signed.get(number, "").partition(" ")[0] for number in members.clients)
+    for number in members.clients:
+        name, _, signature = members.signed.get(number, "").partition(" ")
+        statement = _statement(own, number, members.keys[number], members.forms[number], client)
+        problem = credentials.problem(name, _from_hex(signature), statement)
+        if problem or (names[name] > 1 and name):
+            _LOG.warning("no shares for client %d: %s", number, problem or f"{name} has several numbers")
+            found.append(number)
+    return [number for number in found if number != client.id]
+
+
+def _from_hex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
+
+
+def _ledger_keys(own: Tree, client: Client) -> list[str]:
+    """What a sum that is opened is recorded under: the phase of the run; the model, at any repeat and for any server
+    of the same recipe; the reply, whoever asks for it."""
+    if client.attempt is None:  # a simulation: its clients' store is saved and restored with the server's state
+        return []
+    phase = f"{client.attempt.run} {own['phase']} {own['place']}"
+    return [f"opened {name}" for name in (phase, own["model"], own["result"]) if name]
+
+
+def _require_same_set(own: Tree, clients: Iterable[int], client: Client) -> None:
+    """Raises ProtocolError where this reply, or this phase, was opened in a sum of other clients."""
+    for key in _ledger_keys(own, client):
+        known = client.attempt.ledger.find(key) if client.attempt else None
+        if known is not None and known != set_text(clients):
+            raise ProtocolError(
+                f"this reply to phase {own['phase']!r} was opened in a sum of clients {known}; the difference to a sum "
+                f"of clients {set_text(clients)} would reveal single replies. Resume with the same clients, or begin a "
+                "run with another seed"
+            )
+
+
+def _model_digest(phase: str, reply: Reply, client: Client) -> str:
+    """Digest of the model that a reply answers, in a phase of a round of a recipe; "" without either."""
+    model = dict(client.messages.get(MODEL, {}))
+    if client.attempt is None or not reply.values or not model:
+        return ""
+    return _digest([client.attempt.recipe, phase, client.round], {"model": model})
+
+
+def _reply_digest(phase: str, reply: Reply, client: Client) -> str:
+    """Digest of a reply and of the model that it answers, whichever run asks; "" for a reply without values."""
+    if client.attempt is None or not reply.values:
+        return ""
+    about = [phase, client.round, reply.samples, reply.steps]
+    return _digest(about, {"reply": reply.values, "model": dict(client.messages.get(MODEL, {}))})
+
+
+def _digest(about: Sequence[object], tree: Tree) -> str:
+    content = hashlib.blake2b(json.dumps(about).encode(), digest_size=32)
+    for path, leaf in leaves(tree):
+        content.update(path.encode())
+        if isinstance(leaf, Tensor):
+            content.update(to_bytes(leaf.reshape(-1).view(torch.uint8)))
+        else:
+            content.update(repr(leaf).encode())
+    return content.hexdigest()
+
+
+def _private_keys(own: Tree) -> tuple[bytes, bytes]:
+    """(of masks, of letters and votes)."""
+    both = to_bytes(own["private"])
+    return both[: len(both) // 2], both[len(both) // 2 :]
+
+
+def _letter_secret(own: Tree, members: Members, peer: int) -> bytes:
+    return masking.agree(_private_keys(own)[1], members.letter_key(peer), LETTERS)
+
+
+def _vote_secret(own: Tree, members: Members, peer: int) -> bytes:
+    return masking.agree(_private_keys(own)[1], members.letter_key(peer), VOTES)
+
+
+def _vote_text(members: Members, sharing: list[int], alive: list[int], voter: int) -> bytes:
+    """What a client authenticates when it votes for opening the sum of `alive`."""
+    return members.sum_of(sharing) + f"client {voter} opens {set_text(alive)}".encode()
+
+
+def _letter_context(own: Tree, members: Members, sender: int, receiver: int, client: Client) -> bytes:
+    """What a letter is bound to, so that it opens at no other time, for no other client and in no other group."""
+    return json.dumps([*_where(own, client), sender, receiver, members.digest.hex()]).encode()
+
+
+def _where(own: Tree, client: Client) -> list[str | int]:
+    """The run, and the phase in it."""
+    return ["" if client.attempt is None else client.attempt.run, own["epoch"], own["phase"], own["place"]]
+
+
+def _place_of(client: Client) -> str:
+    """Round and repeat."""
+    return f"{client.round}.{client.repeat}"
+
+
+def _epoch_of(client: Client) -> int:
+    return 0 if client.attempt is None else client.attempt.epoch
