@@ -177,6 +177,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def _from_config(transformers: Any, auto: Any, config: Mapping[str, Any]) -> Any:
+    if str(config.get("model_type", "")).startswith("timm"):  # its architecture may be the address of a repository
+        raise ModelError(f"model.kind: a configuration of {config['model_type']!r} is not built from a file")
     return auto.from_config(transformers.AutoConfig.for_model(**_sizes_only(config)), trust_remote_code=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from everfed.engines.eager import new_trainer
 from everfed.errors import UserError
 from everfed.methods import registry as methods
 from everfed.models.pretrained import Rebuilds
+from everfed.naming import files_inside
 from everfed.session.assembly import FROZEN, IDENTITY, Run, fingerprint
 from everfed.store.checkpoint import latest
 from everfed.store.clients import ClientStore
@@ -186,18 +188,33 @@ def load(file: Path, description: Description, model: nn.Module | None = None) -
                 "pass one of the same class: model=..."
             )
         kind = model
-    options = dict(description.options)
-    module = models.build(
-        kind, description.input_shape, description.classes, 0, options, rebuilding=description.rebuilding
-    )
-    module = adapt(module, description)
     tensors = safetensors.torch.load_file(file)
+    with files_inside(None):  # all that the network needs is in the file
+        module = _built(file, kind, description, sum(tensor.numel() for tensor in tensors.values()))
     attach_extras(module, tensors)
     try:
         module.load_state_dict(tensors)
     except RuntimeError as error:
         raise ModelFileError(f"{file} does not fit the network {description.kind!r}: {error}") from error
     return module.eval()
+
+
+def _built(file: Path, kind: str | nn.Module, description: Description, numbers: int) -> nn.Module:
+    """The network as it is described. numbers: how many the file holds, as a file from anywhere may describe a network
+    that no memory holds. Raises ModelFileError."""
+    shape, options, rebuilding = description.input_shape, dict(description.options), description.rebuilding
+    try:
+        if isinstance(kind, str):
+            with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
+                blank = models.build(kind, shape, description.classes, 0, options, rebuilding=rebuilding)
+                described = sum(parameter.numel() for parameter in blank.parameters())
+                if described > 2 * numbers + (1 << 20):
+                    raise ModelFileError(f"{file} describes {described:,} parameters and holds {numbers:,}")
+        return adapt(models.build(kind, shape, description.classes, 0, options, rebuilding=rebuilding), description)
+    except UserError:
+        raise
+    except Exception as error:  # of a library that reads what the file describes
+        raise ModelFileError(f"{file}: the network {description.kind!r} cannot be built: {error}") from error
 
 
 def adapt(module: nn.Module, description: Description) -> nn.Module:

@@ -29,8 +29,8 @@ from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet
 from everfed.federation.phase_options import PhaseOptions
 from everfed.privacy import masking, shamir
-from everfed.privacy.secure_client import SHARE, secured
-from everfed.privacy.secure_members import LETTERS, Members, by_client, needed
+from everfed.privacy.secure_client import LETTERS, SHARE, secured
+from everfed.privacy.secure_members import Members, by_client, needed
 from everfed.privacy.secure_server import Secured, SecurePhase
 from tests.federation.field import outcome, simulated
 from tests.federation.loop import Loop, runtime

@@ -318,6 +318,27 @@ def test_a_damaged_description_is_an_error_that_says_so(fields: dict[str, Any], 
         load(changed(run, tmp_path / "copy", **fields))
 
 
+BERT = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 10}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "timm_wrapper", "architecture": "hf-hub:someone/some"}, "'timm_wrapper' is not built from"),
+        ({"model_type": "gpt2", "n_embd": 2048, "n_head": 8, "n_layer": 2}, "describes 2.*,.* parameters and holds"),
+        ({**BERT, "hidden_act": "os:system"}, "cannot be built: 'os:system'"),
+        ({**BERT, "torch_dtype": "load"}, "cannot be built|damaged"),
+    ],
+)
+def test_a_configuration_in_a_model_file_fetches_nothing_and_fills_no_memory(
+    config: dict[str, Any], message: str, run: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    described = {"kind": "hf:x", "rebuilding": {"config": config}, "options": {"task": "next-token"}}
+    with pytest.raises(everfed.UserError, match=message):
+        load(changed(run, tmp_path / "copy", **described))
+
+
 def test_a_folder_of_others_names_no_code_by_its_recipe(run: Path, tmp_path: Path) -> None:
     """Where the file has no description the recipe is used, which names the network."""
     with pytest.raises(everfed.UserError, match=f"the module '{__name__}' is not allowed here"):
