@@ -23,6 +23,14 @@ class SettingError(UserError, ValueError):
     and the line."""
 
 
+class DataError(SettingError):
+    """A data set that is missing, unreadable or malformed; the message names the set, the path and the remedy."""
+
+
+class PartitionError(SettingError):
+    """A partition that cannot be drawn; the message names the option and values that work."""
+
+
 class CompositionError(SettingError):
     """Parts that do not fit together, or not on this stream."""
 
@@ -38,6 +46,16 @@ class ClientError(RuntimeError):
         why = cause if isinstance(cause, str) or exit_code(cause) is not None else described(cause)
         super().__init__(f"client {client} failed in phase {phase!r} of round {round_index + 1}: {why}")
         self.client, self.phase, self.round, self.cause = client, phase, round_index, cause
+
+
+def optional_package(name: str, extra: str, user: str, error: type[UserError] = UserError) -> Any:
+    """The package or module `name`. Raises `error` where it is missing, with how to install what `user` needs."""
+    package = name.partition(".")[0]
+    try:
+        importlib.import_module(package)
+        return importlib.import_module(name)
+    except ImportError as missing:
+        raise error(f"{user} needs the package {package}; install it with: pip install 'everfed[{extra}]'") from missing
 
 
 # Errors of the file system about a path that the user chose; any other OSError is a bug.

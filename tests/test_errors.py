@@ -8,8 +8,16 @@ import json
 import pytest
 
 from everfed.core.events import Diverged
-from everfed.data.errors import DataError
-from everfed.errors import CompositionError, RecipeError, UserError, exit_code, from_note, is_user_error, note_of
+from everfed.errors import (
+    CompositionError,
+    DataError,
+    RecipeError,
+    UserError,
+    exit_code,
+    from_note,
+    is_user_error,
+    note_of,
+)
 from everfed.streams.options import OptionError
 
 

@@ -177,7 +177,7 @@ def test_an_error_is_a_users_error_in_the_words_of_the_command_line(sets: dict[s
 
 
 REFUSALS = (
-    *("data.errors:DataError", "data.errors:PartitionError", "models:ModelError", "naming:NameProblem"),
+    *("errors:DataError", "errors:PartitionError", "models:ModelError", "naming:NameProblem"),
     *("streams.options:OptionError", "core.part:CompositionError"),
 )
 

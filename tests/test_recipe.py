@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from everfed import __version__
 from everfed.core.engine import ClientError
 from everfed.core.option import HasOptions, option
-from everfed.data.errors import DataError
-from everfed.errors import RecipeError, UserError, exit_code, is_user_error, sentence
+from everfed.errors import DataError, RecipeError, UserError, exit_code, is_user_error, sentence
 from everfed.methods.registry import MethodError
 from everfed.recipe import (
     Places,

@@ -87,7 +87,9 @@ def test_a_recipe_fits_its_data(name: str) -> None:
     dataset = read(name).stream.dataset
     if dataset not in found:
         pytest.skip(f"data set {dataset} is not in EVERFED_DATA")
-    if name == "fedssi/table2-office-caltech10" and not KNOWN[dataset].find_folders(Path(os.environ["EVERFED_DATA"])):
+    if name == "fedssi/table2-office-caltech10" and not KNOWN[dataset].layouts[-1].find(
+        Path(os.environ["EVERFED_DATA"])
+    ):
         pytest.skip("of office-caltech10 only features are in EVERFED_DATA, no images")
     weights = (read(name).model.model_extra or {}).get("weights")
     if weights and not (Path(os.environ["EVERFED_DATA"]) / weights).exists():

@@ -2,70 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from everfed.data import formats
+from everfed.data.download import ARCHIVES
 from everfed.data.formats import Arrays
-from everfed.data.image_folder import read_image_folder, read_tiny_imagenet
+from everfed.data.images import read_image_folder, read_tiny_imagenet
+from everfed.errors import DataError
 
+VARIABLE = "EVERFED_DATA"
 Files = tuple[Path, ...]
 DIGITS = tuple("0123456789")
 
 
+def data_folder(data_dir: str | Path | None = None) -> Path | None:
+    """The folder that holds data sets: the argument, else EVERFED_DATA, else None."""
+    chosen = data_dir or os.environ.get(VARIABLE)
+    return Path(chosen).expanduser() if chosen else None
+
+
 @dataclass(frozen=True)
-class FileLayout:
+class Layout:
     """One layout of a set on disk.
 
-    folders: places below the data folder. files: the files needed, each as alternative names. read: Paths -> Arrays.
+    folders: places below the data folder. files: the files or folders needed there, each as alternative names. read:
+    their paths -> the set.
     """
 
     folders: tuple[str, ...]
     files: tuple[tuple[str, ...], ...]
-    read: Callable[[Files], Arrays]
+    read: Callable[[Files], Any]
 
     def find(self, root: Path) -> Files | None:
         """The files of the first folder that has them all."""
         for folder in self.folders:
-            found = [_first_file(root / folder, names) for names in self.files]
+            found = [next(filter(Path.exists, (root / folder / name for name in names)), None) for names in self.files]
             if all(found):
                 return tuple(path for path in found if path)
         return None
 
-    def places(self, root: Path) -> Iterator[str]:
-        """The paths that are searched, for messages: the first name of the first file of every folder."""
-        for folder in self.folders:
-            yield str(root / folder / self.files[0][0])
-
 
 @dataclass(frozen=True)
-class KnownArrays:
-    """A named set: its classes (None: as many as its files name), the layouts it is read in (first found wins) and
-    where it is published."""
+class KnownSet:
+    """A named set: the layouts it is read in (first found wins), where it is published and what it is. classes: None
+    where its files name them, or it has none."""
 
-    classes: int | None
-    class_names: tuple[str, ...] | None
-    layouts: tuple[FileLayout, ...]
+    layouts: tuple[Layout, ...]
     get_it: str
+    about: str = ""
+    classes: int | None = None
+    class_names: tuple[str, ...] | None = None
 
-    def find(self, root: Path) -> tuple[FileLayout, Files] | None:
+    def find(self, root: Path | None) -> tuple[Layout, Files] | None:
         """The first layout whose files are all there."""
-        for layout in self.layouts:
-            files = layout.find(root)
-            if files:
-                return layout, files
-        return None
+        found = ((layout, layout.find(root)) for layout in self.layouts if root)
+        return next(((layout, files) for layout, files in found if files), None)
+
+    def load(self, name: str, root: Path | None) -> tuple[Any, Files]:
+        """The set and the files that it was read from. Raises DataError where it is not there."""
+        found = self.find(root)
+        if found is not None:
+            return found[0].read(found[1]), found[1]
+        if root is None:
+            problem = ": no data folder is named"
+        elif not root.is_dir():
+            problem = f" was not found: the data folder {root} does not exist"
+        else:
+            # the first name of the first file of every folder
+            places = (str(root / folder / one.files[0][0]) for one in self.layouts for folder in one.folders)
+            problem = f" was not found. Looked for: {', '.join(places)}"
+        get = f"`everfed data get {name} --data DIR`, or get" if name in ARCHIVES else "Get"
+        remedy = f"{get} it from {self.get_it}; then put it into the folder that --data or {VARIABLE} names"
+        raise DataError(f"data set {name!r}{problem}. {remedy}")
 
 
-def _first_file(folder: Path, names: tuple[str, ...]) -> Path | None:
-    return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
-def _npz(*stems: str) -> FileLayout:
-    return FileLayout(("", stems[0]), (tuple(f"{s}.npz" for s in stems),), lambda files: formats.read_npz(files[0]))
+def _npz(*stems: str) -> Layout:
+    return Layout(("", stems[0]), (tuple(f"{s}.npz" for s in stems),), lambda files: formats.read_npz(files[0]))
 
 
 def _idx_names(stem: str) -> tuple[str, ...]:
@@ -104,99 +122,89 @@ def _beside_names(files: Files) -> Arrays:
     return read_image_folder(files[0].parent)
 
 
-def _idx_layout(prefix: str, test: str, folders: tuple[str, ...], read: Callable[[Files], Arrays]) -> FileLayout:
+def _idx_layout(prefix: str, test: str, folders: tuple[str, ...], read: Callable[[Files], Arrays]) -> Layout:
     parts = (f"{prefix}train", f"{prefix}{test}")
     stems = [f"{part}-{kind}" for part in parts for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
-    return FileLayout(folders, tuple(_idx_names(stem) for stem in stems), read)
+    return Layout(folders, tuple(_idx_names(stem) for stem in stems), read)
 
 
-_EMNIST_DIGITS = KnownArrays(
-    10,
-    DIGITS,
+_EMNIST_DIGITS = KnownSet(
     (
         _npz("emnist-digits", "emnist_digits", "emnist"),
         _idx_layout("emnist-digits-", "test", ("", "emnist", "EMNIST/raw", "emnist/gzip", "gzip"), _read_emnist),
     ),
     "https://www.nist.gov/itl/products-and-services/emnist-dataset (gzip.zip)",
+    classes=10,
+    class_names=DIGITS,
+)
+_USPS = ("", "usps", "USPS")
+_CIFAR = (
+    "https://www.cs.toronto.edu/~kriz/cifar.html: the BINARY version, {file}, unpacked "
+    "(the python version is pickled, and everfed reads no pickles), or dataset = '{hub}'"
 )
 
-KNOWN: Mapping[str, KnownArrays] = {
-    "mnist": KnownArrays(
-        10,
-        DIGITS,
+KNOWN: Mapping[str, KnownSet] = {
+    "mnist": KnownSet(
         (_npz("mnist"), _idx_layout("", "t10k", ("", "mnist", "MNIST/raw", "mnist/raw"), _read_idx)),
         "https://ossci-datasets.s3.amazonaws.com/mnist/ (four .gz files), or dataset = 'hub:ylecun/mnist'",
+        classes=10,
+        class_names=DIGITS,
     ),
     "emnist": _EMNIST_DIGITS,
     "emnist-digits": _EMNIST_DIGITS,
-    "usps": KnownArrays(
-        10,
-        DIGITS,
+    "usps": KnownSet(
         (
             _npz("usps"),
-            FileLayout(
-                ("", "usps", "USPS"),
-                (("zip.train", "zip.train.gz"), ("zip.test", "zip.test.gz")),
-                _pairs(formats.read_usps_text),
-            ),
-            FileLayout(
-                ("", "usps", "USPS"),
-                (("usps", "usps.bz2"), ("usps.t", "usps.t.bz2")),
-                _pairs(formats.read_usps_svmlight),
-            ),
+            Layout(_USPS, (("zip.train", "zip.train.gz"), ("zip.test", "zip.test.gz")), _pairs(formats.read_usps_text)),
+            Layout(_USPS, (("usps", "usps.bz2"), ("usps.t", "usps.t.bz2")), _pairs(formats.read_usps_svmlight)),
         ),
         "https://hastie.su.domains/ElemStatLearn/data.html (zip.train.gz, zip.test.gz)",
+        classes=10,
+        class_names=DIGITS,
     ),
-    "svhn": KnownArrays(
-        10,
-        DIGITS,
+    "svhn": KnownSet(
         (
             _npz("svhn"),
-            FileLayout(
-                ("", "svhn", "SVHN"), (("train_32x32.mat",), ("test_32x32.mat",)), _pairs(formats.read_svhn_mat)
-            ),
+            Layout(("", "svhn", "SVHN"), (("train_32x32.mat",), ("test_32x32.mat",)), _pairs(formats.read_svhn_mat)),
         ),
         "http://ufldl.stanford.edu/housenumbers/ (train_32x32.mat, test_32x32.mat)",
+        classes=10,
+        class_names=DIGITS,
     ),
-    "cifar10": KnownArrays(
-        10,
-        ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    "cifar10": KnownSet(
         (
             _npz("cifar10"),
-            FileLayout(
+            Layout(
                 ("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10"),
                 (*((f"data_batch_{i}.bin",) for i in range(1, 6)), ("test_batch.bin",)),
                 _read_cifar10,
             ),
         ),
-        "https://www.cs.toronto.edu/~kriz/cifar.html: the BINARY version, cifar-10-binary.tar.gz, unpacked "
-        "(the python version is pickled, and everfed reads no pickles), or dataset = 'hub:uoft-cs/cifar10'",
+        _CIFAR.format(file="cifar-10-binary.tar.gz", hub="hub:uoft-cs/cifar10"),
+        classes=10,
+        class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     ),
-    "cifar100": KnownArrays(
-        100,
-        None,
+    "cifar100": KnownSet(
         (
             _npz("cifar100"),
-            FileLayout(
+            Layout(
                 ("cifar-100-binary", "cifar100/cifar-100-binary", "cifar100"),
                 (("train.bin",), ("test.bin",)),
                 _read_cifar100,
             ),
         ),
-        "https://www.cs.toronto.edu/~kriz/cifar.html: the BINARY version, cifar-100-binary.tar.gz, unpacked "
-        "(the python version is pickled, and everfed reads no pickles), or dataset = 'hub:uoft-cs/cifar100'",
+        _CIFAR.format(file="cifar-100-binary.tar.gz", hub="hub:uoft-cs/cifar100"),
+        classes=100,
     ),
-    "tiny-imagenet": KnownArrays(
-        None,
-        None,
+    "tiny-imagenet": KnownSet(
         (
             _npz("tiny-imagenet", "tiny_imagenet"),
-            FileLayout(
+            Layout(
                 ("tiny-imagenet-200", "tiny-imagenet/tiny-imagenet-200", "tiny-imagenet", "tiny_imagenet"),
                 (("val/val_annotations.txt",),),
                 read_tiny_imagenet,
             ),
-            FileLayout(("tiny-imagenet", "tiny_imagenet"), (("names.json",),), _beside_names),
+            Layout(("tiny-imagenet", "tiny_imagenet"), (("names.json",),), _beside_names),
         ),
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip, unpacked",
     ),

@@ -5,18 +5,19 @@ Every domain is a `Source` of its own, in the order in which tasks will follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from everfed.data import published
-from everfed.data.errors import DataError
+from everfed.data.catalogue import Files, KnownSet, Layout, data_folder
 from everfed.data.formats import Arrays, split_arrays
-from everfed.data.pictures import class_folders, decoded, listed
+from everfed.data.images import class_folders, decoded, listed
 from everfed.data.source import Source, make_source
-from everfed.data.sources import VARIABLE, data_folder, load
+from everfed.data.sources import load
+from everfed.errors import DataError
 from everfed.naming import places
 
 DIGIT10 = ("mnist", "emnist-digits", "usps", "svhn")
@@ -59,28 +60,6 @@ class Domains:
         return Domains(self.name, names, tuple(self.sources[self.names.index(n)] for n in names), self.format)
 
 
-@dataclass(frozen=True)
-class KnownDomains:
-    """A named set. domains: in their usual order. folders: its possible folders below the data folder. size: of decoded
-    images. find_other, read_other: find and read another form of the set."""
-
-    domains: tuple[str, ...]
-    folders: tuple[str, ...]
-    size: int
-    get_it: str
-    find_other: Callable[[Path], Path | None] = lambda root: None
-    read_other: Callable[[Path], Domains] | None = None
-
-    def find(self, root: Path) -> Path | None:
-        """The path of the set, in either form."""
-        return self.find_other(root) or self.find_folders(root)
-
-    def find_folders(self, root: Path) -> Path | None:
-        """The folder that has one of every domain."""
-        places = (root / below for below in self.folders)
-        return next((place for place in places if all((place / domain).is_dir() for domain in self.domains)), None)
-
-
 def load_domains(name_or_path: str | Path, data_dir: str | Path | None = None) -> Domains:
     """The domains of that name.
 
@@ -93,7 +72,10 @@ def load_domains(name_or_path: str | Path, data_dir: str | Path | None = None) -
     if JOINED in name:
         return joined(name, tuple(part.strip() for part in name.split(JOINED)), data_dir)
     folder = data_folder(data_dir)
-    return _load_known(name, folder) if name in KNOWN else _load_own(name, folder)
+    if name not in KNOWN:
+        return _load_own(name, folder)
+    found: Domains = KNOWN[name].load(name, folder)[0]
+    return found
 
 
 def joined(
@@ -122,20 +104,6 @@ def _read_domain(folder: Path, size: int) -> Source:
     return make_source(folder.name, *arrays[:4], class_names=arrays.class_names, origin=str(folder.absolute()))
 
 
-def _load_known(name: str, folder: Path | None) -> Domains:
-    known = KNOWN[name]
-    if folder is None:
-        raise DataError(f"data set {name!r}: no data folder is named. {_remedy(known)}")
-    other = known.find_other(folder)
-    if other is not None and known.read_other is not None:
-        return known.read_other(other)
-    place = known.find_folders(folder)
-    if place is not None:
-        return read_domain_folders(name, place, known.domains, known.size)
-    places = ", ".join(str(folder / below / known.domains[0]) for below in known.folders)
-    raise DataError(f"data set {name!r} was not found. Looked for: {places}, and its other domains. {_remedy(known)}")
-
-
 def _load_own(name: str, folder: Path | None) -> Domains:
     found = places(name, folder)
     for place in found:
@@ -148,34 +116,19 @@ def _load_own(name: str, folder: Path | None) -> Domains:
     )
 
 
-def _remedy(known: KnownDomains) -> str:
-    return f"Get it from {known.get_it}; then put it into the folder that --data or {VARIABLE} names"
-
-
 # Office-Caltech-10 as SURF features ---------------------------------------------------------------------------------
 _OFFICE_CALTECH = ("amazon", "caltech", "dslr", "webcam")
 _SURF_FILES = ("amazon_SURF_L10.mat", "Caltech10_SURF_L10.mat", "dslr_SURF_L10.mat", "webcam_SURF_L10.mat")
 
 
-def _find_features(root: Path) -> Path | None:
-    """The npz file, or the folder with the four mat files."""
-    for place in (root, root / "office_caltech10", root / "surf"):
-        if (place / "office_caltech10.npz").is_file():
-            return place / "office_caltech10.npz"
-        if all((place / name).is_file() for name in _SURF_FILES):
-            return place
-    return None
+def _from_mats(files: Files) -> Domains:
+    parts = [_read_surf(path) for path in files]
+    return _features([x for x, _ in parts], [y for _, y in parts], files[0].parent)
 
 
-def _read_features(place: Path) -> Domains:
-    if place.is_file():
-        return _from_npz(place)
-    parts = [_read_surf(place / name) for name in _SURF_FILES]
-    return _features([x for x, _ in parts], [y for _, y in parts], place)
-
-
-def _from_npz(path: Path) -> Domains:
+def _from_npz(files: Files) -> Domains:
     """x (n, 800), y (n,) and domain (n,), as numbers or names."""
+    (path,) = files
     with np.load(path, allow_pickle=False) as file:
         if not {"x", "y", "domain"} <= set(file.files):
             raise DataError(f"{path}: needs the arrays x, y and domain; it has {', '.join(file.files)}")
@@ -211,15 +164,9 @@ def _features(xs: list[np.ndarray], ys: list[np.ndarray], path: Path) -> Domains
 _DOMAINNET = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 
 
-def _find_domainnet(root: Path) -> Path | None:
-    """The folder with the published lists."""
-    return next(
-        (root / one for one in ("domainnet", "DomainNet") if (root / one / "clipart_train.txt").is_file()), None
-    )
-
-
-def _read_domainnet(root: Path) -> Domains:
+def _read_domainnet(files: Files) -> Domains:
     """<domain>/<class>/*, divided by the published lists <domain>_train.txt and <domain>_test.txt: `path label`."""
+    root = files[0].parent
     lists = {
         (domain, part): _listed_by(root / f"{domain}_{part}.txt") for domain in _DOMAINNET for part in ("train", "test")
     }
@@ -241,33 +188,47 @@ def _listed_by(path: Path) -> published.Files:
     return [(path.parent / name, int(label)) for name, label in rows]
 
 
-KNOWN: Mapping[str, KnownDomains] = {
-    "office31": KnownDomains(
-        ("amazon", "dslr", "webcam"),
-        ("office31", "Office31", "office-31", "office_31", "office"),
-        300,
+def _folders(name: str, domains: tuple[str, ...], places: tuple[str, ...], size: int) -> Layout:
+    """A folder of every domain. size: of decoded images."""
+    files = tuple((domain,) for domain in domains)
+    return Layout(places, files, lambda found: read_domain_folders(name, found[0].parent, domains, size))
+
+
+_PLACES = ("", "office_caltech10", "surf")
+_OFFICE_FOLDERS = ("office_caltech10", "office-caltech10", "office_caltech_10", "OfficeCaltech10")
+KNOWN: Mapping[str, KnownSet] = {
+    "office31": KnownSet(
+        (
+            _folders(
+                "office31",
+                ("amazon", "dslr", "webcam"),
+                ("office31", "Office31", "office-31", "office_31", "office"),
+                300,
+            ),
+        ),
         "https://faculty.cc.gatech.edu/~judy/domainadapt/ (domain_adaptation_images.tar.gz)",
     ),
-    "office-caltech10": KnownDomains(
-        _OFFICE_CALTECH,
-        ("office_caltech10", "office-caltech10", "office_caltech_10", "OfficeCaltech10"),
-        300,
+    "office-caltech10": KnownSet(
+        (
+            Layout(_PLACES, (("office_caltech10.npz",),), _from_npz),
+            Layout(_PLACES, tuple((name,) for name in _SURF_FILES), _from_mats),
+            _folders("office-caltech10", _OFFICE_CALTECH, _OFFICE_FOLDERS, 300),
+        ),
         "https://github.com/jindongwang/transferlearning/tree/master/data (images, or SURF features)",
-        _find_features,
-        _read_features,
     ),
-    "pacs": KnownDomains(
-        ("photo", "art_painting", "cartoon", "sketch"),
-        ("pacs", "PACS", "pacs/kfold", "PACS/kfold"),
-        227,
+    "pacs": KnownSet(
+        (
+            _folders(
+                "pacs",
+                ("photo", "art_painting", "cartoon", "sketch"),
+                ("pacs", "PACS", "pacs/kfold", "PACS/kfold"),
+                227,
+            ),
+        ),
         "https://sketchx.eecs.qmul.ac.uk/downloads/ (PACS)",
     ),
-    "domainnet": KnownDomains(
-        _DOMAINNET,
-        ("domainnet", "DomainNet"),
-        224,
+    "domainnet": KnownSet(
+        (Layout(("domainnet", "DomainNet"), (("clipart_train.txt",),), _read_domainnet),),
         "https://ai.bu.edu/M3SDA/ (the six archives and their train and test lists)",
-        _find_domainnet,
-        _read_domainnet,
     ),
 }

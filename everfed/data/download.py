@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from everfed.data.errors import DataError
+from everfed.errors import DataError
 
 CHUNK = 1 << 20  # bytes
 TIMEOUT = 60.0  # seconds without a byte

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import gzip
+import json
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from everfed.data.errors import DataError
 from everfed.data.source import Columns, require_finite
 from everfed.data.split import SPLIT_SEED, held_out
 from everfed.data.targets import strata
+from everfed.errors import DataError
 
 # A set that comes without a test part gets one: this share of every class, drawn with this seed.
 TEST_FRACTION = 0.2
@@ -143,6 +144,22 @@ def read_names(path: Path) -> tuple[str, ...] | None:
     if not path.is_file():
         return None
     return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(its place, the object) of every line that is not empty. Raises DataError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                row = json.loads(line) if line.strip() else {}
+                if not isinstance(row, dict):
+                    raise DataError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
+                if line.strip():
+                    yield f"{path}, line {number}", row
+    except json.JSONDecodeError as problem:
+        raise DataError(f"{path}, line {number}: not JSON ({problem})") from problem
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: cannot be read ({problem})") from problem
 
 
 def _grey_bytes(levels: np.ndarray) -> np.ndarray:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from everfed.data.errors import DataError
 from everfed.data.formats import Arrays, split_arrays
 from everfed.data.source import Source, make_source
+from everfed.errors import DataError, optional_package
 from everfed.naming import require_network
 
 LABEL_NAMES = ("label", "labels", "fine_label", "y", "target")
@@ -23,7 +23,7 @@ def load_hub(name: str, aside: Collection[str] = ()) -> Source:
     else the one named `label`. The test part is `test`, else `validation`, else a fifth of every class of `train`;
     `origin` records which. aside: further columns, of which nothing is known but whose a sample is, or when it came.
     """
-    splits = _splits(name, _package(name))
+    splits = _splits(name, optional_package("datasets", "hub", f"hub:{name}", DataError))
     if "train" not in splits:
         raise DataError(f"hub:{name}: needs a split 'train'; it has {', '.join(splits)}")
     columns = sample_column(name, splits["train"]), label_column(name, splits["train"])
@@ -45,16 +45,6 @@ def _column(name: str, split: Any, key: str) -> np.ndarray:
     if key not in split.features:
         raise DataError(f"hub:{name}: there is no column {key!r}; it has {', '.join(split.features)}")
     return np.asarray(split[key][:])
-
-
-def _package(name: str) -> Any:
-    try:
-        import datasets
-    except ImportError as missing:
-        raise DataError(
-            f"hub:{name}: needs the package datasets; install it with: pip install 'everfed[hub]'"
-        ) from missing
-    return datasets
 
 
 def _splits(name: str, datasets: Any) -> Any:

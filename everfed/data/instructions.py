@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from everfed.data.errors import DataError
+from everfed.data.formats import json_lines
 from everfed.data.targets import NONE
+from everfed.errors import DataError, optional_package
 from everfed.naming import places
 
 Marked = tuple[list[int], list[bool]]
@@ -30,12 +31,7 @@ class TokenizerFolder:
     """The tokenizer that a folder of transformers holds: tokenizer.json and its configuration."""
 
     def __init__(self, name: str, folder: Path | None) -> None:
-        try:
-            import transformers
-        except ImportError as missing:
-            raise DataError(
-                "stream.tokenizer needs the package transformers; install it with: pip install 'everfed[text]'"
-            ) from missing
+        transformers = optional_package("transformers", "text", "stream.tokenizer", DataError)
         found = places(name, folder)
         place = next((one for one in found if one.is_dir()), None)
         if place is None:
@@ -74,8 +70,8 @@ class Instructions:
         if path is None:
             raise DataError(f"texts {self.name!r} were not found. Looked for a jsonl file at: {_listed(looked)}")
         found: dict[int, list[Marked]] = {}
-        for number, line in enumerate(_lines(path), start=1):
-            read = _document(line, client, tokenizer, f"{path}, line {number}") if line.strip() else None
+        for where, row in json_lines(path):
+            read = _document(row, client, tokenizer, where)
             if read is not None:
                 found.setdefault(read[0], []).append(read[1])
         return [found.get(period, []) for period in range(max(found, default=-1) + 1)]
@@ -85,24 +81,14 @@ def _listed(looked: Sequence[Path]) -> str:
     return ", ".join(map(str, looked))
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise DataError(f"{path}: cannot be read ({problem})") from problem
-
-
-def _document(line: str, client: int, tokenizer: TokenizerFolder, where: str) -> tuple[int, Marked] | None:
+def _document(row: dict[str, Any], client: int, tokenizer: TokenizerFolder, where: str) -> tuple[int, Marked] | None:
     """(period, document); None for another client's."""
-    try:
-        read = json.loads(line)
-    except json.JSONDecodeError as problem:
-        raise DataError(f"{where}: not JSON ({problem})") from problem
-    row: dict[str, Any] = read if isinstance(read, dict) else {}
     period, owner = row.get("period", 0), row.get("client", client)
     answer, prompt = row.get("response", row.get("text")), row.get("prompt", "") if "response" in row else ""
     if not isinstance(answer, str) or not isinstance(prompt, str):
-        raise DataError(f'{where}: needs an object with "text", or with "prompt" and "response"; it is {line[:80]!r}')
+        raise DataError(
+            f'{where}: needs an object with "text", or with "prompt" and "response"; it is {json.dumps(row)[:80]!r}'
+        )
     for key, value in (("period", period), ("client", owner)):
         if type(value) is not int or value < 0:
             raise DataError(f'{where}: "{key}" is a whole number, counted from 0; got {value!r}')

@@ -19,9 +19,9 @@ from torch.utils.data import IterableDataset
 
 from everfed.core.stream import digest_of
 from everfed.data import transforms
-from everfed.data.errors import DataError
 from everfed.data.hub import label_column, sample_column
 from everfed.data.source import Source, make_targets, one_sample, storage_form
+from everfed.errors import DataError
 from everfed.store.files import digest, make_folder
 
 CHUNK = 64  # samples decoded at once

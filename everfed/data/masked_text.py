@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.data.errors import DataError
 from everfed.data.targets import NONE
+from everfed.errors import DataError, optional_package
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNKNOWN, START, END, MASK = range(len(SPECIAL))
@@ -61,13 +61,7 @@ class Tokenizer:
 
 
 def _package() -> Any:
-    try:
-        import tokenizers
-    except ImportError as missing:
-        raise DataError(
-            "streams of text need the package tokenizers; install it with: pip install 'everfed[text]'"
-        ) from missing
-    return tokenizers
+    return optional_package("tokenizers", "text", "a stream of text", DataError)
 
 
 # masks and loss -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from everfed.data.errors import DataError
+from everfed.data.catalogue import KnownSet, Layout
 from everfed.data.formats import TEST_FRACTION
+from everfed.data.images import class_folders, listed, read_picture
 from everfed.data.lazy import Samples, cache_folder
-from everfed.data.pictures import class_folders, listed, read_picture
 from everfed.data.source import Columns, Source, make_targets
 from everfed.data.split import SPLIT_SEED, held_out
+from everfed.errors import DataError
 
 Files = list[tuple[Path, int]]  # (file, class id)
 
@@ -35,31 +35,23 @@ class Listing(NamedTuple):
     columns: Columns = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class PublishedImages:
+def image_set(
+    name: str,
+    folders: Sequence[tuple[str, str]],
+    read: Callable[[Path], Listing],
+    get_it: str,
+    size: int = 224,
+    crop: bool = True,
+) -> KnownSet:
     """folders: places below the data folder, as (folder, what must be in it). read: folder -> Listing. size: of
     decoded images. crop: resize the shorter side to 8/7 of that and take the centre, as the papers' test transform
     does; else both sides are resized."""
 
-    folders: tuple[tuple[str, str], ...]
-    read: Callable[[Path], Listing]
-    get_it: str
-    size: int = 224
-    crop: bool = True
+    def load(needed: str, files: tuple[Path, ...]) -> Source:
+        root = files[0].parent if needed else files[0]
+        return lazy_images(name, read(root), root, size, crop)
 
-    def find(self, folder: Path | None) -> Path | None:
-        """The first of the folders that is there."""
-        places = [(folder / below, needed) for below, needed in self.folders] if folder else []
-        return next((place for place, needed in places if (place / needed).exists()), None)
-
-    def load(self, name: str, folder: Path | None) -> Source:
-        """The set. Raises DataError where it is not there or not whole."""
-        root = self.find(folder)
-        if root is None:
-            searched = ", ".join(str(folder / below / needed) for below, needed in self.folders) if folder else ""
-            searched = searched or "no data folder is named (EVERFED_DATA or --data)"
-            raise DataError(f"data set {name!r} was not found. Looked for: {searched}. Get it from {self.get_it}")
-        return lazy_images(name, self.read(root), root, self.size, self.crop)
+    return KnownSet(tuple(Layout((below,), ((needed,),), partial(load, needed)) for below, needed in folders), get_it)
 
 
 def lazy_images(name: str, listing: Listing, root: Path, size: int, crop: bool) -> Source:
@@ -220,35 +212,40 @@ _IMAGENET = tuple(
 )
 _ILSVRC = "https://image-net.org/download.php (ILSVRC2012, training images), unpacked"
 
-KNOWN: Mapping[str, PublishedImages] = {
-    "imagenet-32": PublishedImages(_IMAGENET, read_imagenet, _ILSVRC, 32, crop=False),
-    "imagenet-224": PublishedImages(_IMAGENET, read_imagenet, _ILSVRC, crop=False),
-    "imagenet-r": PublishedImages(
-        (("imagenet-r", ""),), _class_folders, "https://people.eecs.berkeley.edu/~hendrycks/imagenet-r.tar, unpacked"
+_SETS: Mapping[str, tuple[Any, ...]] = {
+    "imagenet-32": (_IMAGENET, read_imagenet, _ILSVRC, 32, False),
+    "imagenet-224": (_IMAGENET, read_imagenet, _ILSVRC, 224, False),
+    "imagenet-r": (
+        (("imagenet-r", ""),),
+        _class_folders,
+        "https://people.eecs.berkeley.edu/~hendrycks/imagenet-r.tar, unpacked",
     ),
-    "imagenet-a": PublishedImages(
-        (("imagenet-a", ""),), _class_folders, "https://people.eecs.berkeley.edu/~hendrycks/imagenet-a.tar, unpacked"
+    "imagenet-a": (
+        (("imagenet-a", ""),),
+        _class_folders,
+        "https://people.eecs.berkeley.edu/~hendrycks/imagenet-a.tar, unpacked",
     ),
-    "cub200": PublishedImages(
+    "cub200": (
         (("CUB_200_2011", "images.txt"), ("cub200/CUB_200_2011", "images.txt"), ("cub200", "images.txt")),
         _cub,
         "https://data.caltech.edu/records/65de6-vp158 (CUB_200_2011.tgz), unpacked",
     ),
-    "cars": PublishedImages(
+    "cars": (
         tuple((below, needed) for needed in ("cars_annos.mat", "devkit") for below in ("cars", "stanford_cars")),
         _cars,
         "Stanford Cars (car_ims.tgz with cars_annos.mat; or cars_train, cars_test, devkit and the test labels)",
     ),
-    "eurosat": PublishedImages(
+    "eurosat": (
         tuple((below, "AnnualCrop") for below in ("EuroSAT/2750", "eurosat/2750", "EuroSAT", "eurosat", "EuroSAT_RGB")),
         _class_folders,
         "https://zenodo.org/records/7711810 (EuroSAT_RGB.zip), unpacked",
         64,
-        crop=False,
+        False,
     ),
-    "isic2019": PublishedImages(
+    "isic2019": (
         tuple((below, _ISIC.format("GroundTruth.csv")) for below in ("isic2019", "ISIC2019", "ISIC_2019")),
         _isic,
         "https://challenge.isic-archive.com/data/#2019 (training images, ground truth and metadata)",
     ),
 }
+KNOWN = {name: image_set(name, *how) for name, how in _SETS.items()}

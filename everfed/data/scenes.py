@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from everfed.data.catalogue import KnownSet, Layout, data_folder
 from everfed.data.detection import from_corners
-from everfed.data.errors import DataError
-from everfed.data.pictures import SUFFIXES, read_picture
-from everfed.data.sources import VARIABLE, data_folder
+from everfed.data.images import SUFFIXES, read_picture
+from everfed.errors import DataError
 from everfed.naming import places
 
 Size = tuple[int, int]  # height, width
@@ -79,29 +79,24 @@ def load_scenes(name_or_path: str | Path, data_dir: str | Path | None = None) ->
     name, folder = str(name_or_path), data_folder(data_dir)
     if name == NAME:
         return Streets()
+    if name == "carla":
+        carla: Folder = CARLA.load(name, folder)[0]
+        return carla
     found = places(name, folder)
     root = next((place for place in found if place.is_dir()), None)
     if root is None:
-        get_it = (
-            f" Get CARLA's from {CARLA} and name the folder above it by --data or {VARIABLE}."
-            if name == "carla"
-            else ""
-        )
         raise DataError(
-            f"scenes {name!r} were not found. Looked for a folder at: {', '.join(map(str, found))}.{get_it} "
+            f"scenes {name!r} were not found. Looked for a folder at: {', '.join(map(str, found))}. "
             f"Allowed: {NAME}, carla, or the path of a folder with train.json (COCO) or classes.txt (YOLO)"
         )
     if (root / "train.json").is_file():
-        read = read_coco(root)
-        return _carla(read) if name == "carla" else read
+        return read_coco(root)
     if (root / "classes.txt").is_file():
         return read_yolo(root)
     raise DataError(f"{root}: holds neither train.json (COCO) nor classes.txt (YOLO)")
 
 
 # COCO ------------------------------------------------------------------------------------------------------------
-
-CARLA = "https://github.com/DanielHfnr/Carla-Object-Detection-Dataset"
 
 
 def read_coco(root: Path) -> Folder:
@@ -131,6 +126,12 @@ def _carla(read: Folder) -> Folder:
     home = tuple(domain for domain in read.domains if domain != away)
     anchors = ((0.006, 0.024), (0.012, 0.039), (0.031, 0.063), (0.098, 0.083), (0.156, 0.313))
     return Folder("carla", read.origin, read.class_names, home, (away,), anchors, scenes, read.left_out)
+
+
+CARLA = KnownSet(
+    (Layout(("carla",), (("train.json",),), lambda files: _carla(read_coco(files[0].parent))),),
+    "https://github.com/DanielHfnr/Carla-Object-Detection-Dataset",
+)
 
 
 def _json(path: Path) -> dict[str, Any]:

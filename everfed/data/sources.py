@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -13,21 +12,19 @@ from typing import Any
 import numpy as np
 
 from everfed.data import published
-from everfed.data.catalogue import DIGITS, KNOWN
-from everfed.data.download import ARCHIVES
-from everfed.data.errors import DataError
+from everfed.data.catalogue import DIGITS, KNOWN, VARIABLE, data_folder
 from everfed.data.formats import Arrays, read_npz, split_arrays
-from everfed.data.image_folder import read_image_folder
+from everfed.data.images import read_image_folder
 from everfed.data.source import Source, make_source
 from everfed.data.tables import FILE, FOLDER, read_table, warnings_about
 from everfed.data.tables import SUFFIXES as TABLES
 from everfed.data.texts import KNOWN as KNOWN_TEXTS
 from everfed.data.texts import is_text, load_texts
+from everfed.errors import DataError
 from everfed.naming import nearest, places
 
 __all__ = ["EMBEDDED", "HUB_PREFIX", "VARIABLE", "Source", "TextOptions", "data_folder", "load"]
 
-VARIABLE = "EVERFED_DATA"
 HUB_PREFIX = "hub:"
 EMBEDDED = "digits"
 _DIGITS = "datasets/data/digits.csv.gz"  # below scikit-learn
@@ -74,22 +71,16 @@ def load(
     if name in KNOWN:
         return _load_known(name, folder)
     if name in published.KNOWN:
-        return published.KNOWN[name].load(name, folder)
+        source: Source = published.KNOWN[name].load(name, folder)[0]
+        return source
     return _load_own(name, folder, image_size, label, label_kind, aside)
 
 
 def _load_texts(name: str, folder: Path | None, options: TextOptions) -> Source:
-    from everfed.data.encoders import make_encoder
-    from everfed.data.features import encoded
+    from everfed.data.encoders import encoded, make_encoder
 
     texts = load_texts(name, folder).thinned(options.most_train, options.most_test)
     return encoded(texts, make_encoder(options.encoder, folder))
-
-
-def data_folder(data_dir: str | Path | None = None) -> Path | None:
-    """The folder that holds data sets: the argument, else EVERFED_DATA, else None."""
-    chosen = data_dir or os.environ.get(VARIABLE)
-    return Path(chosen).expanduser() if chosen else None
 
 
 def _digits() -> Source:
@@ -118,18 +109,10 @@ def _digits_file() -> tuple[np.ndarray, np.ndarray]:
 
 def _load_known(name: str, folder: Path | None) -> Source:
     known = KNOWN[name]
-    if folder is None:
-        raise DataError(f"data set {name!r}: no data folder is named. {_remedy(name, known.get_it)}")
-    found = known.find(folder)
-    if found is None:
-        if not folder.is_dir():
-            raise DataError(f"data set {name!r} was not found: the data folder {folder} does not exist")
-        places = ", ".join(place for layout in known.layouts for place in layout.places(folder))
-        raise DataError(f"data set {name!r} was not found. Looked for: {places}. {_remedy(name, known.get_it)}")
-    layout, files = found
-    arrays = layout.read(files)
-    names = arrays.class_names or known.class_names
-    return _from_arrays(name, arrays._replace(class_names=names), files[0], known.classes)
+    arrays, files = known.load(name, folder)
+    return _from_arrays(
+        name, arrays._replace(class_names=arrays.class_names or known.class_names), files[0], known.classes
+    )
 
 
 def _load_own(
@@ -147,8 +130,6 @@ def _load_own(
         if place.is_file() and place.suffix in TABLES:
             return _from_arrays(place.stem, read_table(place, label, aside), place, label_kind=label_kind)
         if place.is_dir() and (site := next((one for one in (FILE, FOLDER) if one in aside), None)):
-            from everfed.data.sites import read_sites
-
             arrays = read_sites(place, site, label, image_size, aside)
             return _from_arrays(place.name, arrays, place, label_kind=label_kind)
         if place.is_dir():
@@ -172,6 +153,46 @@ def _from_arrays(
         raise DataError(f"{path}: {problem}") from problem
 
 
-def _remedy(name: str, get_it: str) -> str:
-    command = f"`everfed data get {name} --data DIR`, or get" if name in ARCHIVES else "Get"
-    return f"{command} it from {get_it}; then put it into the folder that --data or {VARIABLE} names"
+# a folder of sites ---------------------------------------------------------------------------------------------------
+def read_sites(root: Path, column: str, label: str | None, size: int | None, aside: Collection[str]) -> Arrays:
+    """All sites below `root`, in the order of their names. column: FILE for <site>.csv, else <site>/<class>/*."""
+    if column == FILE:
+        files = sorted(path for path in root.iterdir() if path.suffix in TABLES)
+        parts = {path.stem: read_table(path, label, set(aside) - {FILE}) for path in files}
+    else:
+        folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        parts = {path.name: read_image_folder(path, size) for path in folders}
+    if not parts:
+        what = f"tables ({', '.join(TABLES)})" if column == FILE else "folders with class folders of images"
+        raise DataError(f"{root}: holds no {what}, one for every site")
+    first = next(iter(parts.values()))
+    for name, part in parts.items():
+        if part.features != first.features or part.x_train.shape[1:] != first.x_train.shape[1:]:
+            ours, theirs = part.features or part.x_train.shape[1:], first.features or first.x_train.shape[1:]
+            other = next(iter(parts))
+            raise DataError(f"{root / name}: samples are of {_text(ours)}, those of {other} of {_text(theirs)}")
+    return _joined(parts, column)
+
+
+def _text(form: tuple[str | int, ...]) -> str:
+    return ", ".join(map(str, form))
+
+
+def _joined(parts: Mapping[str, Arrays], column: str) -> Arrays:
+    """One after the other. Labels become the names of their classes, which every site numbers for itself."""
+    found = list(parts.values())
+    x_train, x_test = (np.concatenate([getattr(part, key) for part in found]) for key in ("x_train", "x_test"))
+    y_train, y_test = (np.concatenate([_named(part, key) for part in found]) for key in ("y_train", "y_test"))
+    columns = {key: _both([part.columns[key] for part in found]) for key in found[0].columns}
+    sites = [(np.full(len(part.x_train), name), np.full(len(part.x_test), name)) for name, part in parts.items()]
+    columns[column] = _both(sites)
+    return Arrays(x_train, y_train, x_test, y_test, None, columns, found[0].features)
+
+
+def _both(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate([train for train, _ in pairs]), np.concatenate([test for _, test in pairs])
+
+
+def _named(part: Arrays, key: str) -> np.ndarray:
+    labels: np.ndarray = getattr(part, key)
+    return labels if part.class_names is None else np.array(part.class_names)[labels]

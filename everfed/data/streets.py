@@ -12,8 +12,8 @@ import numpy as np
 
 from everfed.core import random
 from everfed.data.detection import from_corners
-from everfed.data.errors import DataError
 from everfed.data.scenes import Scene, Scenes, Size
+from everfed.errors import DataError
 
 NAME = "streets"
 CLASSES = ("vehicle", "bike", "motobike", "traffic_light", "traffic_sign")  # those of the CARLA images

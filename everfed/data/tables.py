@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from everfed.data.errors import DataError
 from everfed.data.formats import Arrays, split_arrays
+from everfed.errors import DataError, optional_package
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
 LABELS = ("label", "labels", "target", "class", "y")  # names of the label column, whatever their case
@@ -90,16 +90,10 @@ def _read_csv(path: Path) -> tuple[Columns, Where]:
 
 
 def _read_parquet(path: Path) -> tuple[Columns, Where]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as missing:
-        raise DataError(
-            f"{path}: reading parquet needs the package pyarrow; install it with: pip install 'everfed[tables]', or "
-            "write the table as CSV"
-        ) from missing
+    parquet = optional_package("pyarrow.parquet", "tables", f"{path}: parquet (CSV needs nothing)", DataError)
     try:
         table = parquet.read_table(path)
-    except (OSError, ArrowException) as problem:
+    except (OSError, ValueError, RuntimeError, NotImplementedError) as problem:
         raise DataError(f"{path}: cannot be read as parquet ({problem})") from problem
     return {name: table[name].to_numpy() for name in table.column_names}, lambda row: f"row {row + 1}"
 

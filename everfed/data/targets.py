@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.data.errors import DataError
+from everfed.errors import DataError
 
 CLASSES, MULTI_LABEL, REGRESSION, TOKENS = "classes", "multi-label", "regression", "tokens"
 KINDS = {

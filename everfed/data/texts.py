@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from everfed.data.errors import DataError
-from everfed.data.formats import TEST_FRACTION, read_names
+from everfed.data.catalogue import KnownSet, Layout
+from everfed.data.formats import TEST_FRACTION, json_lines, read_names
 from everfed.data.split import SPLIT_SEED, held_out, thinned
+from everfed.errors import DataError
 from everfed.naming import places
 
 SUFFIX = ".jsonl"
@@ -59,31 +60,6 @@ class Texts:
         )
 
 
-@dataclass(frozen=True)
-class Location:
-    """One layout of a set below the data folder. path: a file of it, or its folder. read: that path -> rows."""
-
-    path: str
-    read: Callable[[Path], Iterator[TextRow]]
-
-
-@dataclass(frozen=True)
-class KnownTexts:
-    """A named set: its possible layouts, what it is and where it is published. left_out: classes that are no topic."""
-
-    places: tuple[Location, ...]
-    about: str
-    get_it: str
-    left_out: tuple[str, ...] = ()
-
-    def find(self, folder: Path) -> tuple[Location, Path] | None:
-        """The first layout that is found."""
-        for place in self.places:
-            if (folder / place.path).exists():
-                return place, folder / place.path
-        return None
-
-
 def is_text(name: str, folder: Path | None) -> bool:
     """Is this a set of texts: a named one, or a jsonl file?"""
     return name in KNOWN or name.endswith(SUFFIX) or bool(folder and _own_file(name, folder))
@@ -99,14 +75,8 @@ def load_texts(name: str, folder: Path | None = None) -> Texts:
                 f"texts {name!r} were not found; named sets: {', '.join(KNOWN)}, or the path of a jsonl file"
             )
         return _collected(path.stem, read_jsonl(path), path)
-    if folder is None:
-        raise DataError(f"texts {name!r}: no data folder is named; get them from {known.get_it}")
-    found = known.find(folder)
-    if found is None:
-        places = ", ".join(str(folder / place.path) for place in known.places)
-        raise DataError(f"texts {name!r} were not found. Looked for: {places}. Get them from {known.get_it}")
-    place, path = found
-    return _collected(name, place.read(path), path, known.left_out)
+    rows, files = known.load(name, folder)
+    return _collected(name, rows, files[0])
 
 
 # readers ---------------------------------------------------------------------------------------------------------
@@ -114,13 +84,9 @@ def load_texts(name: str, folder: Path | None = None) -> Texts:
 
 def read_jsonl(path: Path) -> Iterator[TextRow]:
     """Objects with text and label (a number counted from 0, or a name), and perhaps split, name, title or subject."""
-    for number, line in enumerate(_lines(path), start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as problem:
-            raise DataError(f"{path}, line {number}: not JSON ({problem})") from problem
-        if not isinstance(row, dict) or "text" not in row or not isinstance(row.get("label"), (int, str)):
-            raise DataError(f"{path}, line {number}: needs an object with text, and label as a number or a name")
+    for where, row in json_lines(path):
+        if "text" not in row or not isinstance(row.get("label"), (int, str)):
+            raise DataError(f"{where}: needs an object with text, and label as a number or a name")
         text = "\n".join(str(row[key]) for key in (*_BEFORE, "text") if row.get(key))
         yield TextRow(str(row.get("split", "")), row["label"], str(row.get("name", "")), text)
 
@@ -170,36 +136,41 @@ def _lines(path: Path) -> Iterator[str]:
 _ZHANG = "Zhang et al. (2015), https://github.com/zhangxiangxiao/Crepe: the folder {} with train.csv and test.csv"
 
 
-def _jsonl(stem: str) -> tuple[Location, ...]:
-    return tuple(Location(f"{folder}{stem}{SUFFIX}", read_jsonl) for folder in ("text/", ""))
+def _read_with(read: Callable[[Path], Iterator[TextRow]], *places: str) -> Layout:
+    return Layout(("",), (places,), lambda files: read(files[0]))
 
 
-def _csv(folder: str) -> tuple[Location, ...]:
-    return tuple(Location(f"{above}{folder}", read_zhang_csv) for above in ("", "text/"))
+def _jsonl(stem: str) -> Layout:
+    return _read_with(read_jsonl, f"text/{stem}{SUFFIX}", f"{stem}{SUFFIX}")
 
 
-KNOWN: Mapping[str, KnownTexts] = {
-    "yahooqa": KnownTexts(
-        (*_csv("yahoo_answers_csv"), *_jsonl("yahoo10")),
-        "Yahoo! Answers, 10 topics",
+def _csv(folder: str) -> Layout:
+    return _read_with(read_zhang_csv, folder, f"text/{folder}")
+
+
+def _in_scope(layout: Layout) -> Layout:
+    """CLINC150 without the utterances that belong to none of its intents."""
+    return replace(layout, read=lambda files: (row for row in layout.read(files) if "oos" not in (row.name, row.label)))
+
+
+KNOWN: Mapping[str, KnownSet] = {
+    "yahooqa": KnownSet(
+        (_csv("yahoo_answers_csv"), _jsonl("yahoo10")),
         _ZHANG.format("yahoo_answers_csv"),
+        "Yahoo! Answers, 10 topics",
     ),
-    "dbpedia": KnownTexts(
-        (*_csv("dbpedia_csv"), *_jsonl("dbpedia14")), "DBpedia, 14 kinds of things", _ZHANG.format("dbpedia_csv")
+    "dbpedia": KnownSet(
+        (_csv("dbpedia_csv"), _jsonl("dbpedia14")), _ZHANG.format("dbpedia_csv"), "DBpedia, 14 kinds of things"
     ),
-    "newsgroups": KnownTexts(
-        (
-            *_jsonl("newsgroups20"),
-            *(Location(folder, read_message_folders) for folder in ("20news-bydate", "20_newsgroups")),
-        ),
-        "20 Newsgroups, split by date",
+    "newsgroups": KnownSet(
+        (_jsonl("newsgroups20"), _read_with(read_message_folders, "20news-bydate", "20_newsgroups")),
         "http://qwone.com/~jason/20Newsgroups/ (20news-bydate.tar.gz, unpacked into 20news-bydate/)",
+        "20 Newsgroups, split by date",
     ),
-    "clinc150": KnownTexts(
-        (*_jsonl("clinc150"), Location("data_full.json", read_clinc), Location("clinc150/data_full.json", read_clinc)),
-        "CLINC150, 150 intents of an assistant's users; out-of-scope utterances are left out",
+    "clinc150": KnownSet(
+        (_in_scope(_jsonl("clinc150")), _in_scope(_read_with(read_clinc, "data_full.json", "clinc150/data_full.json"))),
         "https://github.com/clinc/oos-eval (data/data_full.json)",
-        left_out=("oos",),
+        "CLINC150, 150 intents of an assistant's users; out-of-scope utterances are left out",
     ),
 }
 
@@ -207,16 +178,15 @@ KNOWN: Mapping[str, KnownTexts] = {
 # from rows to a set ----------------------------------------------------------------------------------------------
 
 
-def _collected(name: str, rows: Iterator[TextRow], path: Path, left_out: Sequence[str] = ()) -> Texts:
+def _collected(name: str, rows: Iterator[TextRow], path: Path) -> Texts:
     """Both parts with class ids; other parts of a file (validation) are left out."""
-    kept = [row for row in rows if row.part in ("train", "test", "") and not {row.name, row.label} & {*left_out}]
+    kept = [row for row in rows if row.part in ("train", "test", "")]
     names = _class_names(kept, path)
     number = {class_name: label for label, class_name in enumerate(names)}
     y = np.array([row.label if isinstance(row.label, int) else number[row.label] for row in kept], dtype=np.int64)
     train, test = _parts(kept, y, path)
     texts = [row.text for row in kept]
-    parts = (tuple(texts[row] for row in rows) for rows in (train, test))
-    x_train, x_test = parts
+    x_train, x_test = (tuple(texts[row] for row in rows) for rows in (train, test))
     return Texts(name, x_train, y[train], x_test, y[test], names, str(path.absolute()))
 
 

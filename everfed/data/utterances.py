@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from everfed.data.errors import DataError
-from everfed.data.sources import VARIABLE, data_folder
+from everfed.data.catalogue import KnownSet, Layout, data_folder
+from everfed.data.formats import json_lines
+from everfed.errors import DataError
 from everfed.naming import places
 
 SECONDS_PER_DAY = 86_400
@@ -39,32 +39,17 @@ class Utterances:
         return len(self.texts)
 
 
-@dataclass(frozen=True)
-class KnownUtterances:
-    """A named set: its file, which field holds the time, and what private data it stands in for."""
-
-    file: str
-    time: str
-    stands_for: str
-    about: str
-
-    def places(self, folder: Path) -> tuple[Path, ...]:
-        """Its possible paths in a data folder."""
-        return folder / "utterances" / self.file, folder / self.file
-
-    def find(self, folder: Path | None) -> Path | None:
-        """Its file, if there is one."""
-        return next((place for place in self.places(folder) if place.is_file()), None) if folder else None
+def _known(file: str, time: str, about: str) -> KnownSet:
+    """time: the field that holds it."""
+    stands_for = "the private voice-assistant transcripts of the coordinated replay paper"
+    name = Path(file).stem
+    layout = Layout(("utterances", ""), ((file,),), lambda files: read_utterances(files[0], name, time, stands_for))
+    return KnownSet((layout,), f"who has it: it is not published ({file}: {about})")
 
 
-_PRIVATE = "the private voice-assistant transcripts of the coordinated replay paper"
-KNOWN: Mapping[str, KnownUtterances] = {
-    "chitchat": KnownUtterances(
-        "chitchat.jsonl", "t", _PRIVATE, "dialogues of 200 users, April to November 2018, dated"
-    ),
-    "shakespeare": KnownUtterances(
-        "shakespeare.jsonl", "act", _PRIVATE, "speeches of 1,363 roles, a period for every act"
-    ),
+KNOWN: Mapping[str, KnownSet] = {
+    "chitchat": _known("chitchat.jsonl", "t", "dialogues of 200 users, April to November 2018, dated"),
+    "shakespeare": _known("shakespeare.jsonl", "act", "speeches of 1,363 roles, a period for every act"),
 }
 
 
@@ -72,27 +57,22 @@ def load_utterances(name_or_path: str | Path, data_dir: str | Path | None = None
     """A named set of the data folder (there, or below `utterances/`), or a jsonl file of your own, each line an
     object with user, time (a date as in ISO 8601, or a whole number) and text. Raises DataError."""
     name, folder = str(name_or_path), data_folder(data_dir)
-    known = KNOWN.get(name)
-    if known is None:
+    if name not in KNOWN:
         return read_utterances(_own_file(name, folder))
-    if folder is None:
-        raise DataError(f"utterances {name!r}: no data folder is named; name one by --data or {VARIABLE}")
-    path = known.find(folder)
-    if path is None:
-        raise DataError(f"utterances {name!r} were not found. Looked for: {', '.join(map(str, known.places(folder)))}")
-    return read_utterances(path, name, known.time, known.stands_for)
+    found: Utterances = KNOWN[name].load(name, folder)[0]
+    return found
 
 
 def read_utterances(path: Path, name: str = "", time: str = "time", stands_for: str = "") -> Utterances:
     """The utterances of a jsonl file; `time` names the field that holds it."""
     users: dict[str, int] = {}
     user, times, texts, kinds = [], [], [], set()
-    for number, row in _rows(path):
+    for where, row in json_lines(path):
         for key in ("user", time, "text"):
             if key not in row:
-                raise DataError(f"{path}, line {number}: needs the fields user, {time} and text; it has {list(row)}")
+                raise DataError(f"{where}: needs the fields user, {time} and text; it has {list(row)}")
         user.append(users.setdefault(str(row["user"]), len(users)))
-        moment, dated = _moment(row[time], f"{path}, line {number}: {time}")
+        moment, dated = _moment(row[time], f"{where}: {time}")
         times.append(moment)
         kinds.add(dated)
         texts.append(str(row["text"]))
@@ -113,21 +93,6 @@ def _own_file(name: str, folder: Path | None) -> Path:
         f"utterances {name!r} were not found. Looked for a jsonl file at: {', '.join(map(str, found))}. "
         f"Allowed: {', '.join(KNOWN)}, or the path of a jsonl file with user, time and text on every line"
     )
-
-
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise DataError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
-                    yield number, row
-    except json.JSONDecodeError as problem:
-        raise DataError(f"{path}, line {number}: not JSON ({problem})") from problem
-    except (OSError, UnicodeDecodeError) as problem:
-        raise DataError(f"{path}: cannot be read ({problem})") from problem
 
 
 def _moment(value: Any, where: str) -> tuple[int, bool]:

@@ -22,9 +22,9 @@ from everfed.core.phase import EVALUATE
 from everfed.core.run_options import EvalOptions
 from everfed.core.server import Runner, RunState
 from everfed.core.tree import on_device
-from everfed.data.errors import DataError
 from everfed.engines.group import Group
 from everfed.engines.ranks import RankCheckpoints
+from everfed.errors import DataError
 from everfed.methods import monitor
 from everfed.session import saved_model
 from everfed.session.assembly import Run, fingerprint

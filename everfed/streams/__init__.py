@@ -185,8 +185,7 @@ def _read(common: Options, aside: Collection[str], dataset: str | Path, data_dir
     )
     if common.encoder is None or source.encoder:
         return source
-    from everfed.data.encoders import is_of_texts, make_image_encoder
-    from everfed.data.features import encoded_images
+    from everfed.data.encoders import encoded_images, is_of_texts, make_image_encoder
 
     if is_of_texts(common.encoder):
         raise OptionError("encoder", f"{source.name} has no texts; leave it out")

@@ -15,12 +15,12 @@ from torch import Tensor
 from everfed.core.data import Data, DataCache
 from everfed.core.stream import digest_of
 from everfed.data import transforms
-from everfed.data.errors import PartitionError
 from everfed.data.lazy import MAPPED_BYTES, Samples
 from everfed.data.partition import partition, who_got_what
 from everfed.data.source import Source
 from everfed.data.split import held_out, stratified
 from everfed.data.targets import CLASSES
+from everfed.errors import PartitionError
 from everfed.streams.draws import generator
 from everfed.streams.objectives import ByObjective, objective_of
 from everfed.streams.options import USUAL_NORMALISATION, OptionError, Options, normalisation

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from everfed.data import transforms
 from everfed.data.domains import Domains, load_domains
-from everfed.data.errors import DataError
 from everfed.data.lazy import Samples, joined_samples
 from everfed.data.source import Source
+from everfed.errors import DataError
 from everfed.streams.incremental import IncrementalStream, Rows, choose_rows
 from everfed.streams.options import OptionError, Options
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everfed.data import augment as augmentations
-from everfed.data.errors import PartitionError
 from everfed.data.partition import check_options
 from everfed.data.targets import KINDS
-from everfed.errors import SettingError
+from everfed.errors import PartitionError, SettingError
 from everfed.naming import NameProblem
 
 # (mean, std) per channel of the named normalisations; a single entry serves every channel.

@@ -9,8 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from everfed.data.average_precision import mean_average_precision, overlaps
-from everfed.data.detection import Detected, Truth
+from everfed.data.detection import Detected, Truth, mean_average_precision, overlaps
 
 BOX = np.array([[0.1, 0.1, 0.3, 0.3]])
 

@@ -14,9 +14,8 @@ import torch
 
 from everfed import models, streams
 from everfed.data import load
-from everfed.data.encoders import HashingEncoder, TransformerEncoder, make_encoder
-from everfed.data.errors import DataError
-from everfed.data.features import features
+from everfed.data.encoders import HashingEncoder, TransformerEncoder, features, make_encoder
+from everfed.errors import DataError
 from everfed.streams.options import OptionError
 
 TEXTS = ("The quick brown fox", "a slow green turtle", "")
@@ -71,7 +70,7 @@ def test_wordllama_knows_what_texts_are_about() -> None:
 
 def test_a_missing_wordllama_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wordllama", None)
-    with pytest.raises(DataError, match=r"wordllama is not installed.*everfed\[text\]"):
+    with pytest.raises(DataError, match=r"needs the package wordllama.*everfed\[text\]"):
         make_encoder("wordllama", None)
 
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from everfed import streams
-from everfed.data.errors import DataError
 from everfed.data.sources import load
+from everfed.errors import DataError
 
 WRONG = [float("nan"), float("inf"), -float("inf"), 1e300]
 Y = np.arange(40) % 4

@@ -103,5 +103,5 @@ def test_images_of_two_sizes(monkeypatch):
 
 def test_without_the_package_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"hub:x: .*pip install 'everfed\[hub\]'"):
+    with pytest.raises(DataError, match=r"hub:x needs .*pip install 'everfed\[hub\]'"):
         load("hub:x")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from everfed.core.stream import Stream
-from everfed.data.errors import DataError
+from everfed.errors import DataError
 from everfed.streams import OptionError, build
 
 X = np.random.default_rng(0).integers(0, 256, (40, 3, 8, 8)).astype(np.uint8)

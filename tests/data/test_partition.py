@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everfed.data import partition as module
-from everfed.data.errors import PartitionError
 from everfed.data.partition import dirichlet, exact_labels, iid, partition, pathological, shards, who_got_what
+from everfed.errors import PartitionError
 
 MNIST_CLASS_SIZES = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 seeds = st.integers(0, 2**32 - 1)

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from everfed.data.errors import PartitionError
 from everfed.data.partition import dirichlet, iid, partition, pathological, shards
+from everfed.errors import PartitionError
 
 pytest.importorskip("flwr_datasets", reason="pip install 'everfed[hub]'")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,9 @@ import torch
 from everfed import streams
 from everfed.data import published
 from everfed.data.domains import load_domains
-from everfed.data.errors import DataError
-from everfed.data.published import KNOWN, PublishedImages, Source, read_imagenet
+from everfed.data.published import KNOWN, Source, read_imagenet
 from everfed.data.sources import load
+from everfed.errors import DataError
 
 PIL = pytest.importorskip("PIL.Image", reason="decoding images needs the package Pillow")
 
@@ -32,12 +31,13 @@ def folder(root: Path, classes: int = 3, images: int = 7, place: str = "imagenet
 
 def imagenet(name: str, root: Path, train: int, test: int) -> Source:
     """ImageNet with fewer images of every class than the 600 + 100 of the real one."""
-    known = KNOWN[name]
-    read = partial(read_imagenet, train=train, test=test)
-    return PublishedImages(known.folders, read, known.get_it, known.size, known.crop).load(name, root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_imagenet, "__defaults__", (train, test))
+        source: Source = KNOWN[name].load(name, root)[0]
+        return source
 
 
-@pytest.mark.parametrize("place", [place for place, _ in KNOWN["imagenet-32"].folders])
+@pytest.mark.parametrize("place", [layout.folders[0] for layout in KNOWN["imagenet-32"].layouts])
 def test_the_first_train_and_the_next_test(tmp_path: Path, place: str) -> None:
     source = imagenet("imagenet-32", folder(tmp_path, place=place), train=4, test=2)
     assert (len(source.x_train), len(source.x_test), source.classes) == (12, 6, 3)
@@ -69,7 +69,7 @@ def test_too_few_images_and_no_folder_are_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(DataError, match=r"n00000000: 7 images where 600 \+ 100 are needed"):
         load("imagenet-32", folder(tmp_path))
     with pytest.raises(DataError, match=r"'imagenet-224' was not found.*imagenet/train"):
-        load("imagenet-224", tmp_path / "nowhere")
+        load("imagenet-224", tmp_path / "imagenet")
     with pytest.raises(DataError, match="no data folder is named"):
         load("imagenet-32", None)
 

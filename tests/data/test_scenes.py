@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from everfed.data.errors import DataError
 from everfed.data.scenes import load_scenes, pixels
 from everfed.data.streets import Streets
+from everfed.errors import DataError
 
 CATEGORIES = [{"id": 3, "name": "bike"}, {"id": 1, "name": "car"}]
 

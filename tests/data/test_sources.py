@@ -259,7 +259,7 @@ def test_available_finds_sets_of_several_domains(tmp_path):
     rows = {name: (found, where) for name, found, where in available(tmp_path)}
     assert rows["digit10"] == (False, "missing: mnist, emnist-digits, usps, svhn")
     assert not rows["pacs"][0] and "https://" in rows["pacs"][1]
-    for domain in DOMAINS["pacs"].domains:
+    for (domain,) in DOMAINS["pacs"].layouts[0].files:
         (tmp_path / "PACS" / "kfold" / domain).mkdir(parents=True)
     for name in ("mnist", "emnist-digits", "usps", "svhn", "office_caltech10"):
         np.savez(tmp_path / f"{name}.npz", x=np.ones((3, 2)), y=np.zeros(3, int))

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everfed.data.errors import DataError
 from everfed.data.texts import is_text, load_texts
+from everfed.errors import DataError
 
 
 def write_jsonl(path: Path, *rows: dict[str, object]) -> Path:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed import models
-from everfed.data.average_precision import precision
 from everfed.data.detection import (
     YoloLoss,
     _best,
@@ -19,6 +18,7 @@ from everfed.data.detection import (
     detections,
     overlap,
     pictures,
+    precision,
     truth_of,
 )
 

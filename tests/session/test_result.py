@@ -10,7 +10,7 @@ import pytest
 
 import everfed
 from everfed.core.server import RunState
-from everfed.data.errors import DataError
+from everfed.errors import DataError
 from everfed.recipe import Recipe, read
 from everfed.session import assemble
 from everfed.session.assembly import fingerprint

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 import everfed
-from everfed.data.errors import DataError
+from everfed.errors import DataError
 from everfed.streams import OptionError, from_arrays, from_datasets
 
 image = pytest.importorskip("PIL.Image", reason="the extra `images` is not installed")

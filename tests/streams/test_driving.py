@@ -12,8 +12,7 @@ import torch
 
 from everfed import api, streams
 from everfed.data.detection import WIDTH
-from everfed.data.errors import DataError
-from everfed.errors import UserError
+from everfed.errors import DataError, UserError
 from everfed.streams.options import OptionError
 
 SMALL = {"size": [32, 48], "max_boxes": 6, "max_train": 8, "max_test": 4, "moves_at": 3, "clients": 2, "tasks": 2}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from everfed.data.errors import DataError
+from everfed.errors import DataError
 from everfed.streams.own import Feed, Period
 
 CALLS: list[int] = []

@@ -14,8 +14,8 @@ import torch
 import everfed
 from everfed import streams
 from everfed.core.stream import Stream
-from everfed.data.errors import DataError
 from everfed.data.instructions import rows_of
+from everfed.errors import DataError
 from everfed.federation.runtime import RuntimeBuilder
 from everfed.recipe import to_toml
 from everfed.recipe.reading import from_table

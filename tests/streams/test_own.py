@@ -22,9 +22,8 @@ from everfed.core.context import TrainOptions
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
 from everfed.core.stream import Stream
-from everfed.data.errors import DataError
 from everfed.engines.forking import in_fork
-from everfed.errors import is_user_error
+from everfed.errors import DataError, is_user_error
 from everfed.streams import OptionError, build, from_function
 from tests.parity.test_processes import on_processes
 from tests.parity.test_resume import assert_resumes

@@ -19,11 +19,10 @@ from everfed.core.context import Setup, TrainOptions
 from everfed.core.evaluate import EvalOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.stream import Stream
-from everfed.data.errors import DataError
 from everfed.data.sources import load
 from everfed.data.targets import strata
 from everfed.engines.processes import Processes
-from everfed.errors import CompositionError
+from everfed.errors import CompositionError, DataError
 from everfed.methods import registry as methods
 from everfed.reports import tables
 from everfed.reports.groups import grouped
