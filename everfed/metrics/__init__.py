@@ -26,7 +26,7 @@ From the accuracies after every round (`matrix`, too)
     acc_last_rounds                final accuracy averaged over the last rounds (FedSSI's A(f))
     learning_accuracy_best         learning accuracy with each task's best round
 
-From perplexities (`language`)
+From perplexities (`matrix`, too)
     perplexity, all_period_perplexity, rcp, forgetting_factor, forgetting_factor_relative, language_summary
 
 Over seeds and against the papers (`statistics`, `acceptance`)
@@ -38,84 +38,7 @@ Over seeds and against the papers (`statistics`, `acceptance`)
     never_compared                 published cells that carry no evidence
 """
 
-from everfed.metrics.acceptance import covers, effect, gap, levels, never_compared
-from everfed.metrics.language import (
-    all_period_perplexity,
-    forgetting_factor,
-    forgetting_factor_relative,
-    perplexity,
-    rcp,
-)
-from everfed.metrics.language import summary as language_summary
-from everfed.metrics.matrix import (
-    acc_last_rounds,
-    acc_t,
-    acc_t_micro,
-    average_incremental_accuracy,
-    bwt,
-    by_task,
-    delta,
-    forgetting,
-    forgetting_avg_incremental,
-    forgetting_clipped,
-    forgetting_full,
-    forgetting_mfcl_code,
-    forgetting_standard,
-    fwt,
-    learning_accuracy,
-    learning_accuracy_best,
-    over_time,
-    rounds_to_best,
-    rounds_to_best_per_task,
-    rounds_to_best_sum,
-    summary,
-    task_curve,
-)
-from everfed.metrics.statistics import (
-    PairedDifference,
-    Spread,
-    mean_and_deviation,
-    paired_by_seed,
-    paired_difference,
-)
-
-__all__ = [
-    "PairedDifference",
-    "Spread",
-    "acc_last_rounds",
-    "acc_t",
-    "acc_t_micro",
-    "all_period_perplexity",
-    "average_incremental_accuracy",
-    "bwt",
-    "by_task",
-    "covers",
-    "delta",
-    "effect",
-    "forgetting",
-    "forgetting_avg_incremental",
-    "forgetting_clipped",
-    "forgetting_factor",
-    "forgetting_factor_relative",
-    "forgetting_full",
-    "forgetting_mfcl_code",
-    "forgetting_standard",
-    "fwt",
-    "gap",
-    "language_summary",
-    "learning_accuracy",
-    "learning_accuracy_best",
-    "levels",
-    "mean_and_deviation",
-    "never_compared",
-    "over_time",
-    "paired_by_seed",
-    "paired_difference",
-    "perplexity",
-    "rcp",
-    "rounds_to_best",
-    "rounds_to_best_per_task",
-    "rounds_to_best_sum",
-    "summary",
-    "task_curve",
-]
+# ruff: noqa: F403
+from everfed.metrics.acceptance import *
+from everfed.metrics.matrix import *
+from everfed.metrics.statistics import *

@@ -10,11 +10,65 @@ unmeasured entry is None, and so is everything about change when T = 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from everfed.metrics.numbers import Entry, Matrix, Row, Unbounded, accuracies, difference, maximum, mean, weighted_mean
-from everfed.metrics.scores import PERCENT, SCORES, Score
+from everfed.metrics.scores import PERCENT, SCORES, Score, perplexity
+
+Entry = float | None
+Row = Sequence[Entry]
+Matrix = Sequence[Row]
+
+
+class Unbounded(list[Row]):
+    """A matrix of a score that is no fraction: its entries may be any number."""
+
+
+def measured(values: Iterable[Entry]) -> list[float] | None:
+    """All values, or None when one of them is missing or there are none."""
+    found = list(values)
+    present = [value for value in found if value is not None]
+    return present if present and len(present) == len(found) else None
+
+
+def mean(values: Iterable[Entry]) -> Entry:
+    """Arithmetic mean; None when a value is missing. `fsum` rounds once, so the order of the values cannot matter."""
+    present = measured(values)
+    return None if present is None else math.fsum(present) / len(present)
+
+
+def weighted_mean(values: Sequence[Entry], weights: Sequence[float]) -> Entry:
+    """sum w_i v_i / sum w_i; None when a value is missing or no weight is positive."""
+    if len(values) != len(weights):
+        raise ValueError(f"one weight per value is needed, got {len(weights)} weights for {len(values)} values")
+    if not all(0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"weights must be finite and not negative, got {list(weights)}")
+    present, total = measured(values), math.fsum(weights)
+    if present is None or total == 0:
+        return None
+    return math.fsum(w * v for w, v in zip(weights, present, strict=True)) / total
+
+
+def maximum(values: Iterable[Entry]) -> Entry:
+    """The largest value; None when one is missing."""
+    present = measured(values)
+    return None if present is None else max(present)
+
+
+def difference(a: Entry, b: Entry) -> Entry:
+    """a - b; None when either is missing, or both are infinite."""
+    found = None if a is None or b is None else a - b
+    return None if found is None or math.isnan(found) else found
+
+
+def accuracies(row: Row, width: int, name: str, bounded: bool = True) -> list[Entry]:
+    """The row, checked to hold fractions (bounded) or None, and padded with None to at least `width` entries."""
+    for i, value in enumerate(row):
+        if bounded and value is not None and not 0 <= value <= 1:
+            raise ValueError(f"{name}[{i}] is {value}; allowed: an accuracy in [0, 1], or None where not measured")
+    return [*row, *[None] * (width - len(row))]
+
 
 Curves = Sequence[Matrix]
 CHANGES = frozenset(  # metrics of how scores change; a positive one says the same whichever way the score is better
@@ -275,3 +329,64 @@ def _drops(matrix: Matrix, past: Callable[[int, int], range]) -> list[Entry]:
     rows = rectangular(matrix)
     last = len(rows) - 1
     return [difference(maximum(rows[j][i] for j in past(i, last)), rows[last][i]) for i in range(last)]
+
+
+# of perplexities -----------------------------------------------------------------------------------------------------
+# `matrix[t][i]` is the perplexity of the model after period t on the test set of period i, `tokens[i]` the number of
+# scored tokens of that test set. Lower is better.
+Perplexities = Sequence[Sequence[float]]
+
+
+def all_period_perplexity(perplexities: Sequence[float], tokens: Sequence[float]) -> float:
+    """Perplexity on the union of the period test sets, from each one's perplexity and token count."""
+    mean_nll = weighted_mean([math.log(_positive(value)) for value in perplexities], tokens)
+    if mean_nll is None:
+        raise ValueError(f"perplexity needs at least one scored token, got {list(tokens)}")
+    return perplexity(mean_nll, 1)
+
+
+def rcp(ppl: float, ppl_no_replay: float, denominator: float | None = None) -> float:
+    """Relative change in perplexity (PPL_method - PPL_{N=0}) / PPL_{N=0}, same test set; negative is better.
+
+    denominator: for values by period, the all-period perplexity of the no-replay model.
+    """
+    scale = ppl_no_replay if denominator is None else denominator
+    return (_positive(ppl) - _finite(ppl_no_replay)) / _finite(scale)
+
+
+def forgetting_factor(history: Sequence[float], latest: float) -> Entry:
+    """PPL_T(X) - min_{t<T} PPL_t(X): above 0, a past model was better. None when no past model was of any use."""
+    best = min(map(_positive, history), default=math.inf)
+    return _positive(latest) - best if best < math.inf else None
+
+
+def forgetting_factor_relative(history: Sequence[float], latest: float, ppl_no_replay: float) -> Entry:
+    """The forgetting factor as a share of the no-replay model's perplexity, on RCP's scale."""
+    raw = forgetting_factor(history, latest)
+    return None if raw is None else raw / _finite(ppl_no_replay)
+
+
+def language_summary(
+    matrix: Perplexities, tokens: Sequence[float], ppl_no_replay: float | None = None
+) -> dict[str, Entry]:
+    """The all-period metrics for result.json; `ppl_no_replay` is the final all-period perplexity of the N = 0 run."""
+    if len(matrix) == 0:
+        raise ValueError("the perplexity matrix has no row: no period was evaluated")
+    *history, latest = [all_period_perplexity(row, tokens) for row in matrix]
+    own: dict[str, Entry] = {"perplexity": latest, "forgetting_factor": forgetting_factor(history, latest)}
+    if ppl_no_replay is None:
+        return {**own, "forgetting_factor_relative": None, "rcp": None}
+    relative = forgetting_factor_relative(history, latest, ppl_no_replay)
+    return {**own, "forgetting_factor_relative": relative, "rcp": rcp(latest, ppl_no_replay)}
+
+
+def _positive(ppl: float) -> float:
+    if not ppl > 0:
+        raise ValueError(f"a perplexity must be positive, got {ppl}")
+    return ppl
+
+
+def _finite(ppl: float) -> float:
+    if not 0 < ppl < math.inf:
+        raise ValueError(f"the no-replay perplexity must be positive and finite, got {ppl}")
+    return ppl

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everfed.metrics.matrix import forgetting, oriented, over_time
-from everfed.metrics.numbers import mean as _mean
+from everfed.metrics.matrix import mean as _mean
 from everfed.metrics.scores import score_of
 from everfed.metrics.statistics import mean_and_deviation
 from everfed.reports.groups import SeedGroup

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from everfed.metrics.numbers import mean
+from everfed.metrics.matrix import mean
 from everfed.metrics.scores import Score
 from everfed.reports import charts
 from everfed.reports.charts import Bar, PieceColours

@@ -22,7 +22,6 @@ from everfed.core.message import State
 from everfed.core.run_options import RULES
 from everfed.core.server import RunState
 from everfed.core.stream import Stream
-from everfed.metrics import language
 from everfed.metrics import matrix as accuracy_matrix
 from everfed.metrics.scores import score_of
 from everfed.session.assembly import Run
@@ -202,7 +201,7 @@ def _summary(
     if score != "perplexity":
         return found
     whole = [[v for v in row if v is not None] for row in rows if None not in row]
-    return {**language.summary(whole, n_test), "forgetting": found["forgetting"]}
+    return {**accuracy_matrix.language_summary(whole, n_test), "forgetting": found["forgetting"]}
 
 
 def _tested(rows: list[list[float | None]]) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from everfed import metrics
 from everfed.metrics.matrix import Curves, Matrix
-from everfed.metrics.numbers import mean
+from everfed.metrics.matrix import mean
 from everfed.recipe.schema import Logits
 from everfed.store.event_log import events
 
