@@ -29,10 +29,10 @@ from everfed.reports.colours import Colours, variables
 from everfed.reports.figures import View
 from everfed.reports.formats import Html, join, tag
 from everfed.reports.groups import SeedGroup, assigned, dataset, differing, facts, grouped, short_key
-from everfed.reports.read import DEPTH, LoggedRun, StoredResult, read_recipe, read_result, read_run, read_settings
+from everfed.reports.read import DEPTH, LoggedRun, StoredResult, read_recipe, read_result, read_run
 from everfed.store.event_log import Tail
 from everfed.store.files import write_atomic
-from everfed.store.run import RECIPE, RESULT, RunError
+from everfed.store.run import RECIPE, RESULT, RunError, RunFolder
 
 SLICE = 4 << 20  # bytes of one run's events that are read in one poll
 QUIET_AFTER = 60.0  # seconds without an event after which, at the earliest, an unfinished run counts as silent
@@ -105,7 +105,7 @@ class Watched:
         moved = self._changed(RECIPE)
         if moved:
             self.recipe_text, self.recipe = read_recipe(self.folder, guard.open)
-            self.settings = read_settings(self.folder, guard.open)
+            self.settings = RunFolder(self.folder, guard.open).read_settings()
         if self._changed(RESULT):
             self.result, moved = read_result(self.folder, guard.open), True
         return self.tail.poll(SLICE, guard.open) or moved

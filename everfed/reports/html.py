@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +23,9 @@ from everfed.reports.groups import SeedGroup, StreamRuns, by_stream
 from everfed.reports.paper import file_name
 from everfed.reports.read import LoggedRun, read_runs
 from everfed.reports.tables import Column, ReportTable, to_csv, to_latex, to_markdown
-from everfed.store.event_log import TRAIN, Opener, open_file
-from everfed.store.files import write_atomic
-from everfed.store.run import EVENTS, RunError
+from everfed.store.event_log import TRAIN, last_events
+from everfed.store.files import Opener, open_file, write_atomic
+from everfed.store.run import RunError
 
 # Nothing may be fetched; scripts and styles are those of this file.
 POLICY = (
@@ -345,33 +344,29 @@ def _note(kind: str, when: float | None, done: int, message: str) -> Html:
     return tag("li", tag("b", kind), f" {message} ", tag("small", f"({place})"), class_=f"kind-{kind}")
 
 
-LAST_EVENTS, LAST_BYTES = 200, 1 << 17
+LAST_EVENTS = 200
 
 
 def log(run: LoggedRun, opener: Opener = open_file) -> Html:
-    """The last events as they stand in events.jsonl, a line each; nothing where there is none."""
+    """The last events, a line each; nothing where there is none."""
     try:
-        with opener(run.folder / EVENTS) as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - LAST_BYTES))
-            text = file.read().decode(errors="replace")
+        found = last_events(run.folder, LAST_EVENTS, opener)
     except (OSError, RunError):
         return NOTHING
-    lines = text.splitlines()[1 if size > LAST_BYTES else 0 :][-LAST_EVENTS:]
-    shown = tag("pre", "\n".join(map(_readable, lines)), class_="log", tabindex=0)
-    return _folded(f"Log: the last {len(lines)} events", shown) if lines else NOTHING
+    shown = tag("pre", "\n".join(map(_readable, found)), class_="log", tabindex=0)
+    return _folded(f"Log: the last {len(found)} events", shown) if found else NOTHING
 
 
-def _readable(line: str) -> str:
+def _readable(event: dict[str, Any] | str) -> str:
     """As "20:15:02 phase round 3, task 1, phase train, loss 0.1823": rounds and tasks count from 1."""
+    if isinstance(event, str):
+        return event
     try:
-        event = json.loads(line)
-        when = formats.moment(event.pop("time")).split()[1] if "time" in event else "        "
-        name = event.pop("event")
-        rest = (f"{key} {_counted(key, value)}" for key, value in event.items() if value is not None)
-        return f"{when} {name} {', '.join(rest)}"
-    except (ValueError, TypeError, AttributeError, KeyError):
-        return line
+        when = formats.moment(event["time"]).split()[1] if "time" in event else "        "
+    except TypeError:
+        return str(event)
+    facts = ((key, value) for key, value in event.items() if key not in ("time", "event") and value is not None)
+    return f"{when} {event['event']} {', '.join(f'{key} {_counted(key, value)}' for key, value in facts)}"
 
 
 def _counted(key: str, value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from everfed.metrics.scores import score_of
-from everfed.store.event_log import Log, Opener, ScoredRound, open_file, read_log
-from everfed.store.run import RECIPE, RESULT, SETTINGS, RunError
+from everfed.store.event_log import Log, ScoredRound, read_log
+from everfed.store.files import Opener, open_file
+from everfed.store.run import RECIPE, RESULT, RunError, RunFolder
 
 Matrix = list[list[float | None]]
 DIVERGED = "Diverged: "  # how the fault of core.events.Diverged begins; a report needs no torch
@@ -170,7 +170,7 @@ def read_run(folder: Path, name: str | None = None, opener: Opener = open_file) 
         log = read_log(folder, opener)
     except OSError as error:
         raise RunError(f"the events of {folder} cannot be read: {error.strerror or error}") from error
-    settings, result = read_settings(folder, opener), read_result(folder, opener)
+    settings, result = RunFolder(folder, opener).read_settings(), read_result(folder, opener)
     return LoggedRun(name or folder.name or str(folder), folder, recipe, text, settings, result, log)
 
 
@@ -178,7 +178,7 @@ def read_recipe(folder: Path, opener: Opener = open_file) -> tuple[str, dict[str
     """(text, table) of recipe.toml."""
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
-    text = _text(folder / RECIPE, opener)
+    text = RunFolder(folder, opener).read_text(folder / RECIPE)
     if text is None:
         raise RunError(f"{folder} is not a run: it has no {RECIPE}")
     try:
@@ -187,17 +187,9 @@ def read_recipe(folder: Path, opener: Opener = open_file) -> tuple[str, dict[str
         raise RunError(f"{folder / RECIPE} is not valid TOML: {error}") from error
 
 
-def read_settings(folder: Path, opener: Opener = open_file) -> dict[str, Any]:
-    """settings.json; empty where there is none."""
-    settings = _json(folder / SETTINGS, opener)
-    if settings is not None and not isinstance(settings, dict):
-        raise RunError(f"{folder / SETTINGS} must hold a JSON object, not {type(settings).__name__}")
-    return settings or {}
-
-
 def read_result(folder: Path, opener: Opener = open_file) -> StoredResult | None:
     """result.json; None while the run is unfinished."""
-    data = _json(folder / RESULT, opener)
+    data = RunFolder(folder, opener).read_result()
     if data is None:
         return None
     try:
@@ -206,29 +198,6 @@ def read_result(folder: Path, opener: Opener = open_file) -> StoredResult | None
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the file"
         raise RunError(f"{folder / RESULT} is not a result of everfed: {key}: {first['msg']}") from error
-
-
-def _json(path: Path, opener: Opener) -> Any:
-    text = _text(path, opener)
-    if text is None:
-        return None
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise RunError(f"{path} is not valid JSON: {error}") from error
-
-
-def _text(path: Path, opener: Opener) -> str | None:
-    """The file's text; None where there is no such file."""
-    try:
-        with opener(path) as file:
-            return file.read().decode("utf-8")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise RunError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _table(table: dict[str, Any], key: str) -> dict[str, Any]:

@@ -17,21 +17,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from everfed.core.spans import from_repeats, from_spans
-from everfed.store.files import private
+from everfed.store.files import Opener, open_file, private
 from everfed.store.run import EVENTS, writing
 
 TRAIN = "train"
 INTERRUPTION = "KeyboardInterrupt"
 CHUNK = 1 << 20  # bytes read at a time
+LAST_BYTES = 1 << 17  # of a file, in which its last events are looked for
 LONGEST_LINE = 16 << 20  # bytes; a longer line is dropped
 
-Opener = Callable[[Path], BinaryIO]
 T = TypeVar("T")
-
-
-def open_file(path: Path) -> BinaryIO:
-    """The default opener."""
-    return open(path, "rb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +367,23 @@ def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
         )
         kept[place] = event
     return [event for place, event in kept.items() if not kinds or place[0] in kinds]
+
+
+def last_events(folder: Path, most: int, opener: Opener = open_file) -> list[dict[str, Any] | str]:
+    """The last events as they stand in the file, at most so many; of a line that is none its text."""
+    with opener(folder / EVENTS) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - LAST_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()[1 if size > LAST_BYTES else 0 :][-most:]
+    return [_event_or_text(line) for line in lines]
+
+
+def _event_or_text(line: str) -> dict[str, Any] | str:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return line
+    return event if isinstance(event, dict) and "event" in event else line
 
 
 def clients_of(event: dict[str, Any]) -> tuple[int, ...]:

@@ -9,15 +9,23 @@ import hashlib
 import multiprocessing.util
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from everfed.errors import UserError
 
 DIGEST_BYTES = 16
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
+
+
+Opener = Callable[[Path], BinaryIO]
+
+
+def open_file(path: Path) -> BinaryIO:
+    """The default opener of files that are read."""
+    return open(path, "rb")
 
 
 def private(path: str, flags: int) -> int:

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from everfed.errors import FAULT, UserError, exit_code
-from everfed.store.files import FOLDER_MODE, Locked, locked, make_folder, remove_temporaries, write_atomic
+from everfed.store.files import (
+    FOLDER_MODE,
+    Locked,
+    Opener,
+    locked,
+    make_folder,
+    open_file,
+    remove_temporaries,
+    write_atomic,
+)
 
 RECIPE, EVENTS, RESULT, MODEL = "recipe.toml", "events.jsonl", "result.json", "model.safetensors"
 PICTURES, TENSORBOARD = "pictures", "tensorboard"
@@ -36,10 +45,14 @@ class SameRun(RunError):
 
 
 class RunFolder:
-    """Paths and writers of one run."""
+    """Paths, readers and writers of one run. opener: opens its files for reading."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, opener: Opener = open_file) -> None:
+        self.path, self._open = path, opener
+        self.recipe, self.settings, self.events = path / RECIPE, path / SETTINGS, path / EVENTS
+        self.result, self.model, self.checkpoint = path / RESULT, path / MODEL, path / CHECKPOINT
+        self.clients = path / CLIENTS
+        self.pictures = path / PICTURES  # test samples with the trained model's outputs, where a stream draws any
 
     @staticmethod
     def create(path: Path, recipe_toml: str, settings: dict[str, Any]) -> RunFolder:
@@ -176,59 +189,42 @@ class RunFolder:
             "or use --overwrite"
         )
 
-    @property
-    def recipe(self) -> Path:
-        return self.path / RECIPE
-
-    @property
-    def settings(self) -> Path:
-        return self.path / SETTINGS
-
-    @property
-    def events(self) -> Path:
-        return self.path / EVENTS
-
-    @property
-    def result(self) -> Path:
-        return self.path / RESULT
-
-    @property
-    def model(self) -> Path:
-        return self.path / MODEL
-
     def snapshot(self, task: int) -> Path:
         """The model at the end of a task, which counts from 0; the file's name counts from 1."""
         return self.path / f"model-task{task + 1}.safetensors"
 
-    @property
-    def checkpoint(self) -> Path:
-        return self.path / CHECKPOINT
-
-    @property
-    def clients(self) -> Path:
-        return self.path / CLIENTS
-
     def read_settings(self) -> dict[str, Any]:
-        """settings.json: the options of the command line beside the recipe."""
-        return self._read_object(self.settings) if self.settings.exists() else {}
+        """settings.json: the options of the command line beside the recipe; empty where there is none."""
+        return self._read_object(self.settings) or {}
 
     def read_result(self) -> dict[str, Any] | None:
         """result.json, or None while the run is unfinished."""
-        if not self.result.exists():
-            return None
         data = self._read_object(self.result)
-        if not isinstance(data.get("metrics"), dict):
+        if data is not None and not isinstance(data.get("metrics"), dict):
             raise RunError(f"{self.result} is not a result of everfed: it has no metrics. {_REDO}")
         return data
 
-    def _read_object(self, path: Path) -> dict[str, Any]:
-        remedy = f" {_REDO}" if path == self.result else ""
+    def read_text(self, path: Path) -> str | None:
+        """The content of one of its files; None where it is not there."""
         try:
-            data = json.loads(path.read_text())
-        except ValueError as error:
-            raise RunError(f"{path} is not valid JSON: {error}.{remedy}") from error
+            with self._open(path) as file:
+                return file.read().decode("utf-8")
+        except FileNotFoundError:
+            return None
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise RunError(f"{path} is not UTF-8 text: {error}") from error
+
+    def _read_object(self, path: Path) -> dict[str, Any] | None:
+        text = self.read_text(path)
+        if text is None:
+            return None
+        remedy = f" {_REDO}" if path == self.result else ""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise RunError(f"{path} is not valid JSON: {error}.{remedy}") from error
         if not isinstance(data, dict):
             raise RunError(f"{path} must hold a JSON object, not {type(data).__name__}.{remedy}")
         return data
@@ -237,11 +233,6 @@ class RunFolder:
         """Add facts about the run to settings.json."""
         with self._writing():
             write_atomic(self.settings, json.dumps({**self.read_settings(), **facts}, indent=2).encode())
-
-    @property
-    def pictures(self) -> Path:
-        """The folder of pictures: test samples with the trained model's outputs, where a stream draws any."""
-        return self.path / PICTURES
 
     def write_pictures(self, pictures: dict[str, bytes]) -> None:
         """PNG files by name."""

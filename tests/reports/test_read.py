@@ -59,7 +59,7 @@ def test_the_time_left_is_that_of_the_rounds_since_the_resume(tmp_path: Path) ->
         ("recipe.toml", b"seed = = 3", "recipe.toml is not valid TOML"),
         ("recipe.toml", b"\xff\xfe", "recipe.toml is not UTF-8 text"),
         ("result.json", b'{"method": "fed', "result.json is not valid JSON"),
-        ("result.json", b"[]", "result.json is not a result of everfed"),
+        ("result.json", b"[]", "result.json must hold a JSON object, not list"),
         ("result.json", b'{"method": "x", "metrics": {}}', "accuracy_matrix: Field required"),
         ("result.json", b'{"method": "x", "metrics": {"acc": "high"}, "accuracy_matrix": []}', "metrics.acc"),
         ("settings.json", b"[1]", "settings.json must hold a JSON object"),

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed import metrics
-from everfed.metrics.matrix import Curves, Matrix
-from everfed.metrics.matrix import mean
+from everfed.metrics.matrix import Curves, Matrix, mean
 from everfed.recipe.schema import Logits
 from everfed.store.event_log import events
 
