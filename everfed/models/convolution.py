@@ -4,14 +4,14 @@ and of many in half precision (`kernels/convolution.py`), which leave room on th
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.kernels import load_kernels
-from everfed.models import direct
 
 thin = load_kernels("everfed.kernels.thin")
 many = load_kernels("everfed.kernels.convolution")
@@ -20,7 +20,7 @@ _MOST = 2**31  # elements of a tensor: kernels count in 32 bits
 
 def convolve(x: Tensor, convolution: nn.Module) -> Tensor:
     """convolution(x); kernels are for those without a bias."""
-    if direct.is_plain_convolution(convolution) and convolution.bias is None:
+    if is_plain_convolution(convolution) and convolution.bias is None:
         return unbiased(x, convolution)
     y: Tensor = convolution(x)
     return y
@@ -39,13 +39,13 @@ def _kernels(x: Tensor, convolution: nn.Conv2d) -> Any:
     """The module of kernels for it, or None."""
     weight = convolution.weight
     if (
-        weight.dtype not in direct.TYPES
-        or not direct.computes_in(weight.dtype, x)
+        weight.dtype not in TYPES
+        or not computes_in(weight.dtype, x)
         or x.dim() != 4
         or x.device != weight.device
         or not x.shape[1] == weight.shape[1] == convolution.in_channels
         or len(weight) != convolution.out_channels
-        or not direct.runs_as_written()
+        or not runs_as_written()
         or max(x.numel(), weight.numel()) >= _MOST
     ):
         return None
@@ -102,7 +102,7 @@ class _Convolved(torch.autograd.Function):
         (x, weight), wanted, how = ctx.saved_tensors, ctx.needs_input_grad, _how(ctx.stride, ctx.padding)
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
             y = functional.conv2d(x.to(weight.dtype), weight, None, ctx.stride, ctx.padding)
-            return (*direct.gradients(y, (x, weight), wanted, dy), None, None, None)
+            return (*gradients(y, (x, weight), wanted, dy), None, None, None)
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = ctx.kernels.input_gradient(dy, x, weight, *how) if wanted[0] else None
         dw = ctx.kernels.weights_gradient(dy, x, weight, *how) if wanted[1] else None
@@ -112,3 +112,43 @@ class _Convolved(torch.autograd.Function):
 def _how(stride: tuple[int, int], padding: tuple[int, int]) -> tuple[Any, ...]:
     """The last arguments of kernels: a padding, and a stride where there is one, which `thin` does not know."""
     return (padding,) if stride == (1, 1) else (padding, stride)
+
+
+# which layers a kernel may compute -----------------------------------------------------------------------------------
+TYPES = (torch.bfloat16, torch.float16, torch.float32)  # that kernels compute in
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return any(hooks)
+
+
+def is_plain_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Is this a convolution on a CUDA device that may be computed without a call of the layer?"""
+    return type(layer) is nn.Conv2d and layer.weight.is_cuda and not has_hooks(layer)
+
+
+def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Is this a dense layer on a CUDA device that may be computed without a call of the layer?"""
+    return type(layer) is nn.Linear and layer.bias is not None and layer.weight.is_cuda and not has_hooks(layer)
+
+
+def computes_in(dtype: torch.dtype, x: Tensor) -> bool:
+    """Would a layer with weights of this type compute in it?"""
+    return (torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype) == dtype
+
+
+def runs_as_written() -> bool:
+    """Is neither `torch.compile` nor torch.func at work? Both have tensors without memory that a kernel could read, and
+    functions of their own in place of autograd's."""
+    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
+def gradients(
+    y: Tensor, inputs: Sequence[Tensor | None], wanted: Sequence[bool], dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the inputs that are `wanted`, None for the others, as parts of a graph: for a backward pass that
+    is differentiated itself, which kernels are not made for."""
+    chosen = [t for t, want in zip(inputs, wanted, strict=False) if want and t is not None]
+    found = iter(torch.autograd.grad(y, chosen, dy, create_graph=True))
+    return tuple(next(found) if want and t is not None else None for t, want in zip(inputs, wanted, strict=False))

@@ -24,8 +24,16 @@ from torch.nn import functional
 from everfed.core.random import Dropout
 from everfed.core.replica import minibatch_sizes
 from everfed.kernels import load_kernels
-from everfed.models import direct
-from everfed.models.convolution import unbiased
+from everfed.models.convolution import (
+    TYPES,
+    computes_in,
+    gradients,
+    has_hooks,
+    is_plain_convolution,
+    is_plain_linear,
+    runs_as_written,
+    unbiased,
+)
 
 batchnorm = load_kernels("everfed.kernels.batchnorm")
 tiles = load_kernels("everfed.kernels.tiles")
@@ -99,7 +107,7 @@ def _more_than_one_value(x: Tensor) -> bool:
 
 def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False, drop: Dropout | None = None) -> Tensor:
     """max_pool2d(relu(drop(convolution(x))), 2); flat: with one row for each image. drop: of whole channels."""
-    if not (pooling is not None and direct.is_plain_convolution(convolution) and convolution.bias is not None):
+    if not (pooling is not None and is_plain_convolution(convolution) and convolution.bias is not None):
         return _pooled(_dropped(convolution(x), drop), flat)
     out = unbiased(x, convolution)
     if not (_plain(out, 1) and min(out.shape[2:]) > 1 and _is_plain_dropout(drop) and (drop is None or drop.channels)):
@@ -112,15 +120,15 @@ def dense_relu_dense(x: Tensor, first: nn.Module, drop: Dropout, second: nn.Modu
     """second(drop(relu(first(x))))."""
     if not (
         dense is not None
-        and direct.is_plain_linear(first)
-        and direct.is_plain_linear(second)
+        and is_plain_linear(first)
+        and is_plain_linear(second)
         and _is_plain_dropout(drop)
         and dense.fits(x, first, second)
-        and x.dtype in direct.TYPES
+        and x.dtype in TYPES
         and x.dtype == first.weight.dtype == second.weight.dtype
-        and direct.computes_in(x.dtype, x)
+        and computes_in(x.dtype, x)
         and all(t.is_contiguous() for t in (x, first.weight, second.weight))
-        and direct.runs_as_written()
+        and runs_as_written()
     ):
         out: Tensor = second(drop(functional.relu(first(x))))
         return out
@@ -131,7 +139,7 @@ def dense_relu_dense(x: Tensor, first: nn.Module, drop: Dropout, second: nn.Modu
 
 def _is_plain_dropout(drop: Dropout | None) -> bool:
     """May it be computed without a call of the layer?"""
-    return drop is None or (type(drop) is Dropout and drop.p < 1.0 and not direct.has_hooks(drop))
+    return drop is None or (type(drop) is Dropout and drop.p < 1.0 and not has_hooks(drop))
 
 
 def _noise(drop: Dropout | None, shape: Sequence[int], x: Tensor) -> tuple[Tensor | None, float]:
@@ -173,11 +181,11 @@ def _plain(x: Tensor, channels: int = 16) -> bool:
     """channels: their number has to be a multiple of this."""
     return (
         x.dim() == 4
-        and x.dtype in direct.TYPES
+        and x.dtype in TYPES
         and x.shape[1] % channels == 0
         and 0 < x.numel() < 2**31
         and x.is_contiguous(memory_format=torch.channels_last)
-        and direct.runs_as_written()
+        and runs_as_written()
     )
 
 
@@ -230,7 +238,7 @@ def _differentiable(
     again."""
     x, residual, weight, bias = inputs
     normed = torch.cat([functional.batch_norm(own, None, None, weight, bias, True, 0.0, eps) for own in x.split(sizes)])
-    return direct.gradients(_composed(normed, residual, slope), inputs, wanted, dy)
+    return gradients(_composed(normed, residual, slope), inputs, wanted, dy)
 
 
 class _Mapped(torch.autograd.Function):
@@ -270,7 +278,7 @@ class _Pooled(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
             shifted = x + bias.to(x.dtype).view(1, -1, 1, 1)
             y = _pooled(_kept(shifted, None if noise is None else noise[..., None, None], ctx.p), ctx.flat)
-            grads = direct.gradients(y, (x, bias), ctx.needs_input_grad, dy)
+            grads = gradients(y, (x, bias), ctx.needs_input_grad, dy)
         else:
             grads = pooling.backward(dy, x, bias, ctx.flat, ctx.counts, noise, ctx.p)
         return (*grads, None, None, None, None)
@@ -293,7 +301,7 @@ class _Dense(torch.autograd.Function):
         x, w, b, v, c, noise, hidden = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
             units = _kept(functional.relu(functional.linear(x, w, b)), noise, ctx.p)
-            grads = direct.gradients(functional.linear(units, v, c), (x, w, b, v, c), ctx.needs_input_grad, dy)
+            grads = gradients(functional.linear(units, v, c), (x, w, b, v, c), ctx.needs_input_grad, dy)
         else:
             grads = dense.backward(dy, x, hidden, w, v, noise, ctx.p)
         return (*grads, None, None)

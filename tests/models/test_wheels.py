@@ -14,8 +14,8 @@ from torch import Tensor
 
 from everfed import models, naming, wheels
 from everfed.data.encoders import make_encoder
-from everfed.models import weight_files
 from everfed.models.efficientnet import EfficientNetLite0, Same
+from everfed.models.pretrained import read_published
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_an_onnx_file_gives_linear_layers_their_names(tmp_path: Path) -> None:
     graph = onnx.helper.make_graph(nodes, "vit", *([one] for one in shapes), tensors)
     onnx.save(onnx.helper.make_model(graph), tmp_path / "vit.onnx")
     digest = hashlib.sha256((tmp_path / "vit.onnx").read_bytes()).hexdigest()
-    found = weight_files.read(tmp_path / "vit.onnx", digest)
+    found = read_published(tmp_path / "vit.onnx", digest)
     assert set(found) == {"norm.weight", "fc.bias", "fc.weight", "embeddings.position_embeddings"}
     np.testing.assert_allclose(found["fc.weight"].numpy(), held["onnx::MatMul_1"].T, rtol=1e-6)
     assert found["embeddings.position_embeddings"].shape == (1, 10, 4)
