@@ -52,6 +52,8 @@ PARTS: dict[str, str] = {
     "der": "replay.der:DER",
     "der++": "replay.der:DERPlusPlus",
     "er": "replay.er:Replay",
+    "fedcbdr": "replay.fedcbdr:FedCBDR",
+    "icarl": "replay.icarl:ICaRL",
     "ideal": "replay.ideal:Ideal",
     "memory": "replay.memory:Memory",
     "af-fcl": "generative.af_fcl:AFFCL",
@@ -140,6 +142,24 @@ PRESETS: dict[str, Preset] = {
         memory={"size": 2000, "policy": "on-transition"},
         er={"mode": "union"},
     ),
+    "icarl": _preset(
+        "exemplars by herding, distillation, and the nearest mean of exemplars",
+        "fedavg",
+        "memory",
+        "er",
+        "icarl",
+        memory={"policy": {"kind": "herding", "last": True}},
+        er={"mode": "union"},
+    ),
+    "fedcbdr": _preset(
+        "replays samples of high leverage among all clients' features, with temperatures against imbalance",
+        "fedavg",
+        "memory",
+        "er",
+        "fedcbdr",
+        memory={"policy": "leverage"},
+        er={"mode": "union"},
+    ),
     "fedcil": _preset("every client's GAN replays earlier tasks; the server trains on what they all make", "fedcil"),
     "af-fcl": _preset(
         "replays features of a shared flow, as far as a client's own data makes them credible",
@@ -202,12 +222,13 @@ PRESETS: dict[str, Preset] = {
     ),
     "ideal": _preset("joint training on all tasks so far, the upper bound", "fedavg", "ideal"),
 }
-# without FedGP: the upper bound keeps no buffer, generative replay no data; decomposed and personal weights have no
-# gradient to share; ablations stand alone; lorm trains other factors in every round
+# without FedGP: the upper bound keeps no buffer, generative replay no data; icarl has another head where FedGP computes
+# its reference; decomposed and personal weights have no gradient to share; ablations stand alone; lorm trains other
+# factors in every round
 _GENERATIVE = ("mfcl", "target", "lander", "fedcil", "af-fcl")
 _PERSONAL = ("fedproto-personal", "fedweit", "fedala", "feddbe", "fedas", "fedl2p")
 _CLOSED = ("ridge", "ranpac")  # no gradients at all
-_WITHOUT_FEDGP = ("ideal", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4", "lorm")
+_WITHOUT_FEDGP = ("ideal", "icarl", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4", "lorm")
 ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge"}  # other papers' names of the same method
 _ON_ANY = ("compress",)  # parts that stand on top of any method: `fedgp+der+compress`
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options set where FedGP comes after

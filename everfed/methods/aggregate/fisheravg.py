@@ -7,8 +7,8 @@ information F_i as precision. The joint mode is the shared model:
     F_i = mean over samples x of E_{y ~ p(y | x)} (d log p(y | x) / d theta)^2 at theta_i
     theta_j = sum_i lambda_i F_ij theta_ij / sum_i lambda_i F_ij                     for every parameter j
 
-lambda_i is 1 or the number of samples. F is never below `floor`, so that parameters which no client informs are averaged
-evenly. Clients send F_i and F_i (theta_i - theta), so that sums suffice. With floor -> infinity it is FedAvg.
+lambda_i is 1 or the number of samples. F is never below `floor`, so that parameters which no client informs are
+averaged evenly; with a large one it is FedAvg. Clients send F_i and F_i (theta_i - theta), so that sums suffice.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from everfed.core.handle import Handle
 from everfed.core.replica import frozen_forward
-from everfed.method import Model, Step
+from everfed.method import Model, Server, Step, Tree
 from everfed.methods.common.layers import head_inputs, in_precision
 
 OUT = -1e9  # the logit of an excluded class: softmax gives it exactly 0, and 0 times it is 0
@@ -49,6 +49,12 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     return functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 
+def binary(outputs: Tensor, targets: Tensor, classes: Tensor) -> Tensor:
+    """(n,) mean binary cross-entropy of every sample's logits (n, C) against targets (n, C), over a mask's classes."""
+    each = functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+    return (each * classes).sum(1) / classes.sum()
+
+
 def among(outputs: Tensor, classes: Tensor) -> Tensor:
     """Logits (n, C) in which only the classes of a mask (C,) compete; no gradient reaches the others."""
     return outputs.masked_fill(~classes, OUT)
@@ -80,3 +86,8 @@ def competing(side: Handle) -> Tensor:
     if side.task is None:
         return torch.arange(side.facts.classes)
     return classes_of(side, range(side.task + 1), everyone=True)
+
+
+def knowing(server: Server) -> Tree:
+    """A copy of the shared model with the mask of the classes it has been trained on, `known`."""
+    return {**server.model, "known": mask_of(server, competing(server))}

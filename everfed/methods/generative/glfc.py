@@ -44,7 +44,7 @@ from everfed.method import (
     option,
 )
 from everfed.methods.common.layers import in_precision
-from everfed.methods.common.teacher import among, competing, frozen_outputs, mask_of
+from everfed.methods.common.teacher import among, binary, competing, frozen_outputs, knowing, mask_of
 from everfed.methods.generative.prototypes import (
     EncoderBlueprint,
     encoded,
@@ -116,7 +116,7 @@ class GLFC(Part):
         )
 
     def _freeze(self, server: Server) -> None:
-        server.state = {"old": _knowing(server), "since": server.round}
+        server.state = {"old": knowing(server), "since": server.round}
 
     def _transition(self, server: Server) -> None:
         """If the task of some clients has changed, the best model becomes the old one, and new images are needed. A
@@ -176,7 +176,7 @@ class GLFC(Part):
             return
         if server.task is not None and own.get("current_task", _task(server)) != _task(server):
             _retire(own)
-        own |= {"current": _knowing(server), "current_since": server.round, "current_task": _task(server)}
+        own |= {"current": knowing(server), "current_since": server.round, "current_task": _task(server)}
         own["best"] = right
 
     def sample(self, server: Server, count: int) -> tuple[Tensor, Tensor]:
@@ -242,8 +242,7 @@ class GLFC(Part):
         """(n,) distance of every sample's outputs from its targets: the mean binary cross-entropy over the classes of a
         mask, or the divergence of distributions (for one-hot targets, cross-entropy)."""
         if self.form == "sigmoid":
-            each = functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
-            return (each * classes).sum(1) / classes.sum()
+            return binary(outputs, targets, classes)
         return functional.kl_div(functional.log_softmax(outputs, dim=1), targets, reduction="none").sum(1)
 
     def _relations(self, step: Step, targets: Tensor) -> Tensor:
@@ -311,8 +310,3 @@ def _same_task(task: int, side: Client | Server) -> bool:
 def _retire(own: Tree) -> None:
     """The best model so far becomes the previous one."""
     own |= {"previous": own["current"], "previous_since": own["current_since"]}
-
-
-def _knowing(server: Server) -> Tree:
-    """A copy of the shared model with the classes it has been trained on."""
-    return {**server.model, "known": mask_of(server, competing(server))}

@@ -5,16 +5,16 @@ Rebuffi et al., "iCaRL: Incremental Classifier and Representation Learning", 201
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.method import CLASSES, Tree
+from everfed.method import CLASSES, Phase, Tree, option
 from everfed.methods.common.layers import features
 from everfed.methods.replay.diversity import unit_rows
-from everfed.methods.replay.memory import Policy, Pool
+from everfed.methods.replay.memory import Memory, Policy, Pool
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,18 @@ class Herding(Policy):
     """Every class that the client has ever seen gets an equal share of the buffer. A class that comes back is herded
     anew from its new samples and its exemplars together."""
 
+    last: bool = option(
+        False, about="choose at the end of the last task, too, for parts that classify by exemplars (icarl)"
+    )
+
     kind = "herding"
     about = "iCaRL's herding: exemplars whose mean follows the class mean"
 
     def needs(self):
         return {CLASSES}
+
+    def phases(self, memory: Memory) -> tuple[Phase, ...]:
+        return tuple(replace(phase, in_last_round=self.last) for phase in super().phases(memory))
 
     def init(self, size: int) -> Tree:
         return {"classes": torch.zeros(0, dtype=torch.int64)}
