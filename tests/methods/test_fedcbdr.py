@@ -34,11 +34,11 @@ def as_published(clients: list[np.ndarray], rng: np.random.Generator) -> list[np
 
 
 def inverted(clients: list[np.ndarray]) -> dict[str, Any]:
-    """What the server sends: G^+, its rank, the clients."""
+    """What the server sends: the inverse of the mean, its rank."""
     grams = [triangle(torch.from_numpy(x.T @ x)) for x in clients]
     size = clients[0].shape[1]
     bench = Bench("fedcbdr", {"memory": {"size": 8, "policy": "leverage"}})
-    reduced = {"gram": sum(grams), "clients": float(len(clients))}
+    reduced = {"gram": torch.stack(grams).mean(0)}
     server: Server = bench.server("memory", reduced=reduced)
     assert size == 8  # the features of the toy's network
     Leverage()._invert(server)
@@ -53,17 +53,16 @@ def test_the_scores_are_those_of_the_encrypted_features(dead: int) -> None:
     for x in clients:
         x[:, :dead] = 0.0
     sent = inverted(clients)
-    found = [leverage(torch.from_numpy(x), sent["inverse"]).numpy() for x in clients]
+    found = [leverage(torch.from_numpy(x), sent["inverse"]).numpy() / 3 for x in clients]
     errors = [np.abs(one - other).max() for one, other in zip(found, as_published(clients, rng), strict=True)]
     assert max(errors) < 1e-12
     assert sent["rank"] == 8 - dead == pytest.approx(sum(one.sum() for one in found))
-    assert sent["clients"] == 3
 
 
 def test_rare_directions_have_high_scores() -> None:
     common, rare = np.tile(np.eye(8)[0], (20, 1)), np.tile(np.eye(8)[1], (2, 1))
     scores = leverage(torch.from_numpy(np.concatenate([common, rare])), inverted([common, rare])["inverse"])
-    assert torch.allclose(scores, torch.tensor([1 / 20] * 20 + [1 / 2] * 2, dtype=torch.float64))
+    assert torch.allclose(scores, torch.tensor([2 / 20] * 20 + [2 / 2] * 2, dtype=torch.float64))
 
 
 # drawing -------------------------------------------------------------------------------------------------------------

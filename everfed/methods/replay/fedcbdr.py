@@ -11,8 +11,9 @@ by which samples are drawn from all clients' together. The same numbers follow f
 
     G = sum_k X_k^T X_k,    tau_j = x_j^T G^+ x_j,    sum of all tau = rank G
 
-so here clients send X_k^T X_k, the server returns G^+, and each client draws its own share. Q cancels, and so does P_k
-once a client undoes it, without which Eq. 5 scores mixtures of its samples. No score leaves a client.
+so here clients send X_k^T X_k, the server returns the inverse of the mean, (G / K)^+, and each of the K clients draws its
+own part. Q cancels, and so does P_k once a client undoes it, without which Eq. 5 scores mixtures of its samples. No
+score leaves a client.
 
 Task-aware temperature scaling, the part `fedcbdr`. From the second task on, with z the outputs of the classes so far,
 
@@ -41,11 +42,11 @@ from everfed.method import (
     Client,
     Cohort,
     Facts,
+    Mean,
     Part,
     Phase,
     Server,
     Step,
-    Sum,
     Tree,
     option,
 )
@@ -75,7 +76,7 @@ class Leverage(Policy):
 
     def phases(self, memory: Memory):
         (choice,) = super().phases(memory)
-        reduce = {"gram": Sum(_numbers), "clients": Sum()}
+        reduce = {"gram": Mean(numbers=_numbers)}
         gram = Phase(
             "gram", Cohort.BOUNDARY, END, reduce=reduce, in_last_round=False, run=self._gram, update=self._invert
         )
@@ -85,7 +86,7 @@ class Leverage(Policy):
         if len(client.data) == 0:
             return {}
         x = features(client.trainer, client.model, client.data.x).double()
-        return {"gram": triangle(x.T @ x).cpu(), "clients": 1}
+        return {"gram": triangle(x.T @ x).cpu()}
 
     def _invert(self, server: Server) -> None:
         entries = server.reduced.get("gram")
@@ -94,11 +95,11 @@ class Leverage(Policy):
         gram = symmetric(entries, head_weight(server.layout).shape[1])
         inverse = torch.linalg.pinv(gram, rtol=_RANK, hermitian=True)
         rank = int(torch.linalg.matrix_rank(gram, rtol=_RANK, hermitian=True))
-        server.state = {"inverse": inverse, "rank": rank, "clients": int(server.reduced["clients"])}
+        server.state = {"inverse": inverse, "rank": rank}
 
     def choose(self, pool: Pool, size: int) -> np.ndarray:
         own, tau = pool.state, self._scores(pool)
-        share = pool.message["clients"] * tau.sum() / max(1, pool.message["rank"]) if len(tau) else 0.0
+        share = tau.sum() / max(1, pool.message["rank"]) if len(tau) else 0.0
         own["shares"] = torch.cat([own["shares"], torch.tensor([share], dtype=torch.float64)])
         rooms = allocation(own["shares"].tolist(), size)
         rows = own["task"].numpy()
@@ -109,7 +110,7 @@ class Leverage(Policy):
         return np.concatenate([*old, new]).astype(np.int64)
 
     def _scores(self, pool: Pool) -> np.ndarray:
-        """tau of the task's samples."""
+        """K tau of the task's samples."""
         if pool.new == 0:
             return np.zeros(0)
         x = features(pool.client.trainer, pool.model, pool.x[: pool.new]).double().cpu()
@@ -117,7 +118,7 @@ class Leverage(Policy):
 
 
 def leverage(x: Tensor, inverse: Tensor) -> Tensor:
-    """(n,) x_j^T G^+ x_j of the rows (n, d)."""
+    """(n,) x_j^T M x_j of the rows (n, d), M an inverse."""
     return ((x @ inverse) * x).sum(1).clamp(min=0.0)
 
 
@@ -140,7 +141,7 @@ def _numbers(facts: Facts) -> int:
 
 
 def _send(server: Server):
-    """G^+, its rank, and how many clients have samples."""
+    """The inverse and its rank."""
     return server.state
 
 

@@ -71,7 +71,7 @@ class ICaRL(ReplacesHead):
         """The teacher has the trained head, so it is kept before the means replace that."""
         teacher = Phase("teacher", Cohort.SERVER, END, in_last_round=False, update=self._keep_teacher)
         means = Phase("means", Cohort.ALL, END, reduce={"sums": Sum()}, run=self._sums, update=self._classify_by_means)
-        back = Phase("trained head", Cohort.SERVER, BEGIN, When.BEFORE, update=self._trained_head)
+        back = Phase("restore", Cohort.SERVER, BEGIN, When.BEFORE, update=self._trained_head)
         return (*([teacher] if self.distillation else []), *([back, means] if self.classifier == "means" else []))
 
     # training --------------------------------------------------------------------------------------------------------
