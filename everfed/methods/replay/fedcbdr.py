@@ -11,9 +11,9 @@ by which samples are drawn from all clients' together. The same numbers follow f
 
     G = sum_k X_k^T X_k,    tau_j = x_j^T G^+ x_j,    sum of all tau = rank G
 
-so here clients send X_k^T X_k, the server returns the inverse of the mean, (G / K)^+, and each of the K clients draws its
-own part. Q cancels, and so does P_k once a client undoes it, without which Eq. 5 scores mixtures of its samples. No
-score leaves a client.
+so here clients send X_k^T X_k, the server returns the inverse of their mean, (G / K)^+, and each of the K clients draws
+its own part. Q cancels, and so does P_k once a client undoes it, without which Eq. 5 scores mixtures of its samples.
+No score leaves a client.
 
 Task-aware temperature scaling, the part `fedcbdr`. From the second task on, with z the outputs of the classes so far,
 
