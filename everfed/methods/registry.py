@@ -110,6 +110,7 @@ def _choosing(about: str, policy: str | Mapping[str, Any]) -> Preset:
 
 _BY_SAMPLES: dict[str, Any] = {"fedavg": {"weighting": "samples"}}
 _KEEP_LOGITS: dict[str, Any] = {"memory": {"logits": True}}
+_STSA: dict[str, Any] = {"ranpac": {"width": 1250, "penalty": 1e6, "classifier": "cosine", "train_first": True}}
 
 PRESETS: dict[str, Preset] = {
     "fedavg": _preset("federated averaging, the lower bound", "fedavg"),
@@ -191,6 +192,13 @@ PRESETS: dict[str, Preset] = {
     "re-fed": _choosing("replays the samples that matter most between local and global model", "re-fed"),
     "ridge": _preset("closed form on frozen features: ridge regression by exact sums (AFL, AFCL)", "fedavg", "ridge"),
     "ranpac": _preset("ridge regression on random features of frozen ones, by exact sums", "fedavg", "ranpac"),
+    "stsa": _preset("ranpac with weights of unit length, after a first task that trains", "fedavg", "ranpac", **_STSA),
+    "stsa-e": _preset(
+        "stsa from first-order sums of random groups of samples",
+        "fedavg",
+        "ranpac",
+        ranpac={**_STSA["ranpac"], "groups": 5},
+    ),
     "fedproto": _preset("features pulled towards class means that clients share", "fedavg", "fedproto"),
     "fedproto-personal": _preset("personalised: clients share class means alone", "fedavg", "fedproto-personal"),
     "ccvr": _preset("the head re-trained on virtual features at a task's end", "fedavg", "ccvr"),
@@ -211,6 +219,9 @@ PRESETS: dict[str, Preset] = {
     "prompt-coda": _preset(
         "prompts as weighted sums of components, some for every task", "fedavg", "prompt-coda", **_BY_SAMPLES
     ),
+    "coda-lwf": _preset(
+        "CODA-Prompt with distillation from the previous task's model", "fedavg", "prompt-coda", "lwf", **_BY_SAMPLES
+    ),
     "fed-cprompt": _preset(
         "CODA-Prompt with features near the received model's and away from the last task's",
         "fedavg",
@@ -227,10 +238,11 @@ PRESETS: dict[str, Preset] = {
 # factors in every round
 _GENERATIVE = ("mfcl", "target", "lander", "fedcil", "af-fcl")
 _PERSONAL = ("fedproto-personal", "fedweit", "fedala", "feddbe", "fedas", "fedl2p")
-_CLOSED = ("ridge", "ranpac")  # no gradients at all
+_CLOSED = ("ridge", "ranpac", "stsa", "stsa-e")  # no gradients, or those of the first task alone
 _WITHOUT_FEDGP = ("ideal", "icarl", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4", "lorm")
 ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge"}  # other papers' names of the same method
 _ON_ANY = ("compress",)  # parts that stand on top of any method: `fedgp+der+compress`
+ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge", "fed3r": "ridge"}  # other papers' names of the same method
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options set where FedGP comes after
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from itertools import permutations
 from typing import Any
@@ -487,7 +488,9 @@ def test_a_frozen_head_is_refused(width: int, refused: type[Exception], words: s
 
 
 def test_other_names_of_the_same_method() -> None:
-    assert [methods.build(name).name for name in ("afl", "afcl", "acil")] == ["ridge"] * 3
+    assert [methods.build(name).name for name in ("afl", "afcl", "acil", "fed3r")] == ["ridge"] * 4
+    stsa, stsa_e = (methods.build(name).part("ranpac") for name in ("stsa", "stsa-e"))
+    assert stsa.classifier == "cosine" and stsa.train_first and stsa_e == replace(stsa, groups=5)
 
 
 @pytest.mark.parametrize(

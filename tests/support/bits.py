@@ -60,7 +60,7 @@ VIT = {"kind": "vit", "patch": 4, "width": 8, "depth": 1, "heads": 2}
 CNN = {"kind": "conv-4", "width": 4}  # has BatchNorm
 NETWORKS: Mapping[str, Table] = {
     **dict.fromkeys(("lora", "ffa-lora", "regmean", "lorm", "pilora", "prompt-l2p", "prompt-dual", "prompt-coda",
-                     "fed-cprompt", "prompt-hgp"), VIT),
+                     "coda-lwf", "fed-cprompt", "prompt-hgp"), VIT),
     **dict.fromkeys(("target", "lander", "fedprox", "fedcurv", "fednova", "scaffold", "glfc"), CNN),
 }  # fmt: skip
 
