@@ -37,7 +37,6 @@ from everfed.method import (
     BOUNDARIES,
     CLASSES,
     END,
-    TASK_ID,
     TOGETHER,
     Client,
     Cohort,
@@ -160,7 +159,7 @@ class FedCBDR(Part):
     name = "fedcbdr"
 
     def needs(self):
-        return {memory.NAME, BOUNDARIES, CLASSES, TASK_ID}
+        return {memory.NAME, BOUNDARIES, CLASSES}
 
     def start(self, client: Client) -> None:
         """By class: does it compete, is it old, its temperature, its weight; 1 and 1 in the first task (Eq. 8)."""
