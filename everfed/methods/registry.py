@@ -158,7 +158,7 @@ PRESETS: dict[str, Preset] = {
         "memory",
         "er",
         "fedcbdr",
-        memory={"policy": "leverage"},
+        memory={"policy": "fedcbdr"},
         er={"mode": "union"},
     ),
     "fedcil": _preset("every client's GAN replays earlier tasks; the server trains on what they all make", "fedcil"),

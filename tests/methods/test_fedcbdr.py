@@ -37,7 +37,7 @@ def inverted(clients: list[np.ndarray]) -> dict[str, Any]:
     """What the server sends: the inverse of the mean, its rank."""
     grams = [triangle(torch.from_numpy(x.T @ x)) for x in clients]
     size = clients[0].shape[1]
-    bench = Bench("fedcbdr", {"memory": {"size": 8, "policy": "leverage"}})
+    bench = Bench("fedcbdr", {"memory": {"size": 8, "policy": "fedcbdr"}})
     reduced = {"gram": torch.stack(grams).mean(0)}
     server: Server = bench.server("memory", reduced=reduced)
     assert size == 8  # the features of the toy's network
@@ -73,36 +73,37 @@ def test_the_first_is_drawn_by_its_score_and_zeros_come_last() -> None:
     assert (orders[:, 2] == 1).all() and (np.sort(orders) == [0, 1, 2]).all()
 
 
-@given(st.lists(st.floats(0, 6), max_size=8), st.integers(0, 50))
-def test_rooms_fit_the_buffer_and_follow_the_shares(shares: list[float], size: int) -> None:
-    rooms = allocation(shares, size)
-    assert sum(rooms) <= size and len(rooms) == len(shares) and all(room >= 0 for room in rooms)
-    if shares and sum(shares) <= len(shares):  # all fits: the part of an equal share, rounded down
-        assert all(share * size / len(shares) - 1 < room for share, room in zip(shares, rooms, strict=True))
-    assert (
-        allocation([1.0] * 3, 30) == [10, 10, 10]
-        and allocation([2.0], 8) == [8]
-        and allocation([0.5, 1.0], 8) == [2, 4]
-    )
+@given(st.lists(st.tuples(st.floats(0, 6), st.integers(0, 9)), max_size=6), st.integers(0, 30))
+def test_the_buffer_is_filled_and_tasks_only_shrink(tasks: list[tuple[float, int]], size: int) -> None:
+    shares, counts = np.array([share for share, _ in tasks]), [count for _, count in tasks]
+    rooms = allocation(shares, counts, size)
+    assert sum(rooms) == min(size, sum(counts)) and all(map(int.__le__, rooms, counts))
+    more = allocation(np.append(shares, 1.0), [*counts, 5], size)
+    assert all(map(int.__le__, more[:-1], rooms))
+
+
+def test_tasks_get_rows_in_proportion_to_their_shares() -> None:
+    assert allocation(np.array([1.0, 2.0, 3.0]), [100] * 3, 60) == [10, 20, 30]
+    assert allocation(np.array([1.0, 2.0, 3.0]), [100, 4, 100], 60) == [14, 4, 42]
 
 
 def test_buffers_hold_every_task_and_only_what_a_client_saw() -> None:
-    bench = Bench("fedcbdr", {"memory": {"size": 6, "policy": "leverage"}}, ClassToy(tasks=2, sizes={(0, 0): 30}))
+    bench = Bench("fedcbdr", {"memory": {"size": 6, "policy": "fedcbdr"}}, ClassToy(tasks=2, sizes={(0, 0): 30}))
     outcome = bench.run(rounds=2)
     shares = [float(state["memory"]["host"]["shares"][0]) for state in outcome.clients.values()]
     assert sum(shares) == pytest.approx(2.0) and shares[0] > shares[1]  # relative to the mean client's
     for number, state in outcome.clients.items():
         kept = stored(state["memory"])
-        assert len(kept) == allocation([shares[number]], 6)[0] > 0
+        assert len(kept) == 6
         assert set(kept.ids) <= set(bench.stream.data(number, 0).ids)
 
 
 def test_an_older_task_keeps_the_first_that_were_drawn() -> None:
-    bench = Bench("fedcbdr", {"memory": {"size": 6, "policy": "leverage"}}, ClassToy(tasks=2))
+    bench = Bench("fedcbdr", {"memory": {"size": 6, "policy": "fedcbdr"}}, ClassToy(tasks=2))
     stream = bench.change(stream=ClassToy(tasks=3, classes=6))
     first, second = stream.run(rounds=2).clients[0]["memory"], stream.run(rounds=4).clients[0]["memory"]
     tasks = second["host"]["task"].numpy()
-    assert set(tasks) == {0, 1} and len(tasks) == second["host"]["stored"] <= 6
+    assert set(tasks) == {0, 1} and len(tasks) == second["host"]["stored"] == 6
     kept = stored(second).ids[tasks == 0]
     assert len(kept) < len(stored(first)) and (kept == stored(first).ids[: len(kept)]).all()
     assert set(stored(second).y[tasks == 1].tolist()) <= {2, 3}

@@ -1,7 +1,7 @@
 """FedCBDR: class-wise balancing data replay (Qi et al., "Class-wise Balancing Data Replay for Federated
 Class-Incremental Learning", NeurIPS 2025).
 
-Global-perspective data replay, the policy `leverage`. X_k (n_k, d) are the features of client k's samples of a task
+Global-perspective data replay, the policy `fedcbdr`. X_k (n_k, d) are the features of client k's samples of a task
 under the shared model. Clients send P_k X_k Q with random orthogonal P_k and Q (Eq. 1); the server concatenates these
 (Eq. 2) and takes the left singular vectors U (Eq. 3), whose rows give the leverage scores of a client's samples
 
@@ -60,10 +60,10 @@ _RANK = 1e-10  # singular values of G below this share of the largest are roundi
 
 @dataclass(frozen=True)
 class Leverage(Policy):
-    """Every task gets an equal share of all clients' buffers, of which a client's part is its share of the task's
-    leverage. What does not fit its buffer is cut evenly."""
+    """A client's buffer is divided among tasks by the client's share of each task's leverage; an older task keeps those
+    of its samples that were drawn first."""
 
-    kind = "leverage"
+    kind = "fedcbdr"
     about = "samples of high leverage among the features of all clients (FedCBDR)"
 
     def needs(self):
@@ -97,21 +97,19 @@ class Leverage(Policy):
         server.state = {"inverse": inverse, "rank": rank}
 
     def choose(self, pool: Pool, size: int) -> np.ndarray:
-        own, tau = pool.state, self._scores(pool)
-        share = tau.sum() / max(1, pool.message["rank"]) if len(tau) else 0.0
-        own["shares"] = torch.cat([own["shares"], torch.tensor([share], dtype=torch.float64)])
-        rooms = allocation(own["shares"].tolist(), size)
-        rows = own["task"].numpy()
-        old = [pool.new + np.flatnonzero(rows == task)[:room] for task, room in enumerate(rooms[:-1])]
-        new = drawn(tau, pool.rng(self.kind))[: rooms[-1]]
-        tasks = [np.full(len(kept), task) for task, kept in enumerate([*old, new])]
-        own["task"] = torch.from_numpy(np.concatenate(tasks))
-        return np.concatenate([*old, new]).astype(np.int64)
+        own, rows = pool.state, pool.state["task"].numpy()
+        groups = [pool.new + np.flatnonzero(rows == task) for task in range(len(own["shares"]))]
+        if pool.new:
+            tau = self._scores(pool)
+            share = torch.tensor([tau.sum() / max(1, pool.message["rank"])], dtype=torch.float64)
+            own["shares"] = torch.cat([own["shares"], share])
+            groups.append(drawn(tau, pool.rng(self.kind)))
+        rooms = allocation(own["shares"].numpy(), [len(group) for group in groups], size)
+        own["task"] = torch.arange(len(rooms)).repeat_interleave(torch.tensor(rooms, dtype=torch.int64))
+        return np.concatenate([np.zeros(0, int), *(group[:room] for group, room in zip(groups, rooms, strict=True))])
 
     def _scores(self, pool: Pool) -> np.ndarray:
         """K tau of the task's samples."""
-        if pool.new == 0:
-            return np.zeros(0)
         x = features(pool.client.trainer, pool.model, pool.x[: pool.new]).double().cpu()
         return leverage(x, pool.message["inverse"].cpu()).numpy()
 
@@ -127,11 +125,13 @@ def drawn(tau: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.argsort(np.divide(times, tau, out=np.full(len(tau), np.inf), where=tau > 0), kind="stable")
 
 
-def allocation(shares: Sequence[float], size: int) -> list[int]:
-    """How many rows every task gets in a buffer of `size`: its share of an equal part, cut where all do not fit."""
-    wanted = np.array(shares) * size / max(1, len(shares))
-    over = wanted.sum() / size if size else 1.0
-    return [int(rows) for rows in wanted / max(1.0, over) + 1e-9]
+def allocation(shares: np.ndarray, counts: Sequence[int], size: int) -> list[int]:
+    """How many rows of a buffer every task gets, in proportion to its share, as far as it has samples: row by row to
+    the task with the largest share per row."""
+    rooms = np.zeros(len(counts), dtype=np.int64)
+    for _ in range(min(size, sum(counts))):
+        rooms[np.argmax(np.where(rooms < counts, shares / (rooms + 1), -1.0))] += 1
+    return rooms.tolist()
 
 
 def _numbers(facts: Facts) -> int:

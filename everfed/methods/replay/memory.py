@@ -56,7 +56,7 @@ POLICIES: Mapping[str, str] = {
     "uncoordinated": "coordinated:Uncoordinated",
     "coordinated": "coordinated:Coordinated",
     "re-fed": "refed:ReFed",
-    "leverage": "fedcbdr:Leverage",
+    "fedcbdr": "fedcbdr:Leverage",
 }
 NAME = "memory"  # of the part: the namespace of its state and messages
 REMEMBER = "remember"  # the phase in which clients choose
