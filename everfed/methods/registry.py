@@ -143,6 +143,16 @@ PRESETS: dict[str, Preset] = {
         memory={"size": 2000, "policy": "on-transition"},
         er={"mode": "union"},
     ),
+    "lga": _preset(
+        "glfc with weights by earlier task, in both losses",
+        "fedavg",
+        "memory",
+        "er",
+        "glfc",
+        memory={"size": 2000, "policy": "on-transition"},
+        er={"mode": "union"},
+        glfc={"weights": "lga", "compensation": 1.0, "relation": 1.0},
+    ),
     "icarl": _preset(
         "exemplars by herding, distillation, and the nearest mean of exemplars",
         "fedavg",

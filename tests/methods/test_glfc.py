@@ -18,7 +18,7 @@ from everfed.core.replica import initial_weights
 from everfed.method import BOUNDARIES, Cohort, CompositionError, Layout, Optimizer, TrainOptions, Tree, When
 from everfed.methods import registry as methods
 from everfed.methods.common.layers import features
-from everfed.methods.generative.glfc import GLFC, class_weights
+from everfed.methods.generative.glfc import GLFC, adaptive_weights, class_weights
 from everfed.methods.generative.prototypes import EncoderBlueprint, encoded, label_of, nearest_to_mean, reconstructed
 from everfed.methods.replay.herding import herd
 from everfed.methods.replay.memory import Memory, Pool, stored
@@ -77,6 +77,58 @@ def test_a_batch_of_one_group_only_does_not_divide_by_zero(learned: bool) -> Non
     assert weights.tolist() == pytest.approx([4 / 3, 2 / 3])
     certain = class_weights(torch.ones(2), torch.full((2,), learned), torch.tensor(True))
     assert certain.tolist() == [0.0, 0.0]
+
+
+def weights_of_lga(confidence: np.ndarray, group: np.ndarray, task: int) -> np.ndarray:
+    """Sample by sample: group 0 is of classes that are not learned, the others of earlier tasks."""
+    g = np.abs(confidence - 1.0) ** (task / (task + 1) if task else 1.0)
+    return np.array([np.clip(own / g[group == number].mean(), 0.5, 5.0) for own, number in zip(g, group, strict=True)])
+
+
+@pytest.mark.parametrize("task", [0, 1, 4])
+def test_weights_of_lga_are_those_of_its_formula(task: int) -> None:
+    rng = np.random.default_rng(task)
+    confidence, group = rng.uniform(0, 1, 40), rng.integers(0, task + 1, 40)
+    client = on_boundary(weights="lga", head="full").change(stream=ClassToy(tasks=5, classes=10)).client("glfc")
+    power = torch.tensor(task / (task + 1) if task else 1.0)
+    given = torch.from_numpy(confidence), torch.from_numpy(group), power
+    found = adaptive_weights(*given, torch.tensor(True), client.facts.classes).numpy()
+    assert np.abs(found - weights_of_lga(confidence, group, task)).max() < 1e-6
+    assert adaptive_weights(*given, torch.tensor(False), 10).tolist() == [1.0] * 40
+
+
+def test_lga_groups_learned_classes_by_their_task() -> None:
+    case = on_boundary(weights="lga").change(stream=ClassToy(tasks=3, classes=6))
+    states = case.new_client()
+    states = {
+        **states,
+        "memory": {**states["memory"], "host": {**states["memory"]["host"], "learned": torch.tensor([0, 2])}},
+    }
+    client = case.client("glfc", states, round_index=4)
+    GLFC(weights="lga").start(client)
+    assert client.state["task"].tolist() == [1, 0, 2, 0, 0, 0]
+    assert float(client.state["power"]) == pytest.approx(2 / 3)
+
+
+def test_lga_weighs_both_losses() -> None:
+    """Relations to a model that knows nothing are the labels: then L = 2 L_GC, a step of twice the length."""
+    case = on_boundary(weights="lga").change(train=TrainOptions(1, 1000, Optimizer(lr=0.1)))
+    ctx, model, data = case.context(round_index=2), case.model(), case.stream.data(0, 1)
+    own: dict[str, Any] = {
+        "learned": torch.tensor([False, False, True, False]),
+        "classes": torch.ones(4, dtype=torch.bool),
+        "task": torch.tensor([0, 0, 1, 0]),
+        "power": torch.tensor(0.5),
+    }
+    nothing = {"old": {**model, "known": torch.zeros(4, dtype=torch.bool)}}
+
+    def step(state: dict[str, Any]) -> Tensor:
+        part = GLFC(weights="lga", compensation=1.0, relation=1.0)
+        given = {**case.new_client(), "glfc": state}
+        fitted = ctx.train.fit(ctx, (part,), model, model["params"], given, {}, data, epochs=1, rate=0.1)
+        return fitted.model["params"] - model["params"]
+
+    assert torch.allclose(step({**own, **nothing}), 2 * step(own), atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["sigmoid", "softmax"])

@@ -9,6 +9,13 @@ Clients train on their data and their exemplars with binary cross-entropy of eve
 where the groups are samples of learned classes and all others, so that old classes keep their weight though they have
 few samples. The memory holds the exemplars and detects changes of task (`transition.py`).
 
+LGA ("No One Left Behind: Real-World Federated Class-Incremental Learning", Dong et al., TPAMI 2023), by its code:
+
+    w_i = g_i^z / mean of g^z over the samples of i's group, in [0.5, 5],  z = t / (t + 1) after t tasks; 1 for t = 0
+
+where the groups are the learned classes of every earlier task, and all others. L_RD has the same weights;
+L = L_GC + L_RD.
+
 The old model is that of the last task's end, or chosen by a proxy server: clients whose task changed send gradients of
 perturbed prototypes (`prototypes.py`), the server reconstructs images from them, and the best model on these is chosen.
 """
@@ -44,7 +51,16 @@ from everfed.method import (
     option,
 )
 from everfed.methods.common.layers import in_precision
-from everfed.methods.common.teacher import among, binary, competing, frozen_outputs, knowing, mask_of
+from everfed.methods.common.teacher import (
+    among,
+    binary,
+    classes_of,
+    competing,
+    frozen_outputs,
+    knowing,
+    mask_of,
+    tasks_before,
+)
 from everfed.methods.generative.prototypes import (
     EncoderBlueprint,
     encoded,
@@ -62,6 +78,9 @@ _MANY = 100_000  # the most prototypes of one round
 class GLFC(Part):
     compensation: float = option(0.5, at_least=0, about="weight of L_GC")
     relation: float = option(0.5, at_least=0, about="weight of L_RD")
+    weights: str = option(
+        "glfc", one_of=("glfc", "lga"), about="w: groups of learned classes and others; or LGA's groups, power and clip"
+    )
     old_model: str = option(
         "last",
         one_of=("last", "proxy", "none"),
@@ -91,7 +110,7 @@ class GLFC(Part):
 
     def needs(self):
         """Boundaries only for a head that grows and for the model of a task's end; otherwise clients detect changes."""
-        known = self.head == "seen" or self.old_model == "last"
+        known = self.head == "seen" or self.old_model == "last" or self.weights == "lga"
         return {memory.NAME, CLASSES, *([BOUNDARIES] if known else [])}
 
     # the old model, on the server ----------------------------------------------------------------------------------
@@ -205,6 +224,12 @@ class GLFC(Part):
         classes = competing(client) if self.head == "seen" else everything
         learned = host.get("learned", torch.zeros(0, dtype=torch.int64))
         own: Tree = {"learned": mask_of(client, learned), "classes": mask_of(client, classes)}
+        if self.weights == "lga":
+            own["task"] = torch.zeros(client.facts.classes, dtype=torch.int64)  # of every learned class, from 1
+            for task in tasks_before(client):
+                own["task"][classes_of(client, [task], everyone=True)] = task + 1
+            own["task"] *= own["learned"]
+            own["power"] = torch.tensor(client.task / (client.task + 1) if client.task else 1.0)
         old = self._old(client, bool(host.get("signal", False)))
         if old is not None and self.relation:
             own["old"] = old
@@ -226,12 +251,18 @@ class GLFC(Part):
         own = step.state
         classes, outputs = own["classes"], among(step.all_outputs, own["classes"])
         targets = functional.one_hot(step.all_y, outputs.shape[1]).to(outputs.dtype) * classes
-        weights = class_weights(self._confidence(outputs, targets), own["learned"][step.all_y], own["learned"].any())
+        weights = self._weights(own, self._confidence(outputs, targets), step.all_y)
         compensated = (weights * self._distance(outputs, targets, classes)).mean()
         if "old" not in own:
             return compensated
-        related = self._distance(outputs, self._relations(step, targets), classes).mean()
-        return self.compensation * compensated + self.relation * related
+        related = self._distance(outputs, self._relations(step, targets), classes)
+        related = weights * related if self.weights == "lga" else related
+        return self.compensation * compensated + self.relation * related.mean()
+
+    def _weights(self, own: Mapping[str, Tensor], confidence: Tensor, y: Tensor) -> Tensor:
+        if self.weights == "lga":
+            return adaptive_weights(confidence, own["task"][y], own["power"], own["learned"].any(), len(own["task"]))
+        return class_weights(confidence, own["learned"][y], own["learned"].any())
 
     def _confidence(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """(n,) the probability of the true class."""
@@ -290,6 +321,15 @@ def class_weights(confidence: Tensor, learned: Tensor, any_learned: Tensor) -> T
     for group in (learned, ~learned):
         mean = (g * group).sum() / group.sum().clamp(min=1)
         weights = weights + group * g / mean.clamp(min=torch.finfo(g.dtype).tiny)
+    return torch.where(any_learned, weights, torch.ones_like(weights))
+
+
+def adaptive_weights(confidence: Tensor, group: Tensor, power: Tensor, any_learned: Tensor, most: int) -> Tensor:
+    """(n,) LGA's w_i. group: (n,) 0 for a class that is not learned, else from 1 its task, `most` at most."""
+    g = (confidence - 1.0).abs() ** power
+    sums, counts = (g.new_zeros(most + 1).index_add(0, group, values) for values in (g, torch.ones_like(g)))
+    mean = (sums / counts.clamp(min=1))[group]
+    weights = (g / mean.clamp(min=torch.finfo(g.dtype).tiny)).clamp(0.5, 5.0)
     return torch.where(any_learned, weights, torch.ones_like(weights))
 
 
