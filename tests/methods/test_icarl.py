@@ -17,7 +17,7 @@ from everfed.methods.replay.icarl import ICaRL
 from everfed.methods.replay.memory import stored
 from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
-from tests.support.toy import Bench, Outcome
+from tests.support.toy import Bench, Outcome, Toy
 
 POLICY = {"kind": "herding", "last": True}
 
@@ -130,6 +130,11 @@ def test_the_teacher_has_the_trained_head() -> None:
 def test_without_distillation_there_is_no_teacher() -> None:
     assert "teacher" not in bench(distillation=False).run(rounds=2).state.server["icarl"]
     assert not torch.equal(bench(distillation=False).run().params, bench().run().params)
+
+
+def test_tasks_that_share_their_classes_distil_nothing() -> None:
+    one = bench().change(stream=Toy())
+    assert torch.equal(one.run().params, bench(distillation=False).change(stream=Toy()).run().params)
 
 
 def test_no_exemplars_leave_the_model() -> None:

@@ -5,7 +5,7 @@ Each client keeps exemplars by herding (`herding.py`) and trains on them and its
 of output y, q_y that of the last task's model, and S the classes seen so far (Algorithm 3),
 
     L = - mean over samples i and classes y in S of t_iy log g_y(x_i) + (1 - t_iy) log(1 - g_y(x_i)),
-    t_iy = q_y(x_i) for classes of earlier tasks, and 1 at the label, else 0, for new ones
+    t_iy = q_y(x_i) for classes of earlier tasks alone, and 1 at the label, else 0, for those of the current task
 
 At a task's end a class is represented by the mean of its exemplars' features phi, all of unit length (Algorithm 1):
 
@@ -41,7 +41,7 @@ from everfed.method import (
 )
 from everfed.methods.common.layers import head_entries, head_weight
 from everfed.methods.common.teacher import OUT, among, binary, competing, frozen_outputs, knowing, mask_of
-from everfed.methods.features.statistics import ReplacesHead, feature_rows
+from everfed.methods.features.statistics import ReplacesHead, feature_rows, task_classes
 from everfed.methods.replay import memory
 
 
@@ -83,7 +83,9 @@ class ICaRL(ReplacesHead):
         return {"teacher": Cached(own["since"], own["teacher"])} if "teacher" in own else {}
 
     def start(self, client: Client) -> None:
-        client.state = {"classes": mask_of(client, competing(client))}
+        """The classes so far, and those among them that the current task has not."""
+        seen = mask_of(client, competing(client))
+        client.state = {"classes": seen, "old": seen & ~mask_of(client, task_classes(client))}
 
     def objective(self, step: Step) -> Tensor:
         """Algorithm 3"""
@@ -92,7 +94,7 @@ class ICaRL(ReplacesHead):
         targets = functional.one_hot(step.all_y, outputs.shape[1]).to(outputs.dtype) * classes
         if teacher is not None:
             old = torch.sigmoid(frozen_outputs(step, teacher, step.all_x))
-            targets = torch.where(teacher["known"] & classes, old, targets)
+            targets = torch.where(teacher["known"] & step.state["old"], old, targets)
         return binary(outputs, targets, classes).mean()
 
     # classification --------------------------------------------------------------------------------------------------
