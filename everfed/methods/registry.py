@@ -65,6 +65,7 @@ PARTS: dict[str, str] = {
     "ccvr": "features.calibration:CCVR",
     "fedproto": "features.fedproto:FedProto",
     "fedproto-personal": "features.fedproto:PersonalFedProto",
+    "fedran": "features.fedran:FedRAN",
     "hgp": "features.calibration:HGP",
     "ranpac": "features.ridge:RanPAC",
     "ridge": "features.ridge:Ridge",
@@ -202,6 +203,7 @@ PRESETS: dict[str, Preset] = {
     "re-fed": _choosing("replays the samples that matter most between local and global model", "re-fed"),
     "ridge": _preset("closed form on frozen features: ridge regression by exact sums (AFL, AFCL)", "fedavg", "ridge"),
     "ranpac": _preset("ridge regression on random features of frozen ones, by exact sums", "fedavg", "ranpac"),
+    "fedran": _preset("ranpac from low-rank summaries, which are a fraction of its bytes", "fedavg", "fedran"),
     "stsa": _preset("ranpac with weights of unit length, after a first task that trains", "fedavg", "ranpac", **_STSA),
     "stsa-e": _preset(
         "stsa from first-order sums of random groups of samples",
@@ -248,7 +250,7 @@ PRESETS: dict[str, Preset] = {
 # factors in every round
 _GENERATIVE = ("mfcl", "target", "lander", "fedcil", "af-fcl")
 _PERSONAL = ("fedproto-personal", "fedweit", "fedala", "feddbe", "fedas", "fedl2p")
-_CLOSED = ("ridge", "ranpac", "stsa", "stsa-e")  # no gradients, or those of the first task alone
+_CLOSED = ("ridge", "ranpac", "fedran", "stsa", "stsa-e")  # no gradients, or those of the first task alone
 _WITHOUT_FEDGP = ("ideal", "icarl", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4", "lorm")
 ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge"}  # other papers' names of the same method
 _ON_ANY = ("compress",)  # parts that stand on top of any method: `fedgp+der+compress`

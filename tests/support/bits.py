@@ -54,6 +54,7 @@ SMALL: Table = {
     "prompt-l2p": {"pool": 4, "length": 2, "top": 2},
     "prompt-shared": {"length": 2, "blocks": [0]},
     "ranpac": {"width": 16},
+    "fedran": {"width": 16, "rank": 6},
     "target": SYNTHESIS,
 }
 VIT = {"kind": "vit", "patch": 4, "width": 8, "depth": 1, "heads": 2}

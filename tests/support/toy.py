@@ -212,6 +212,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "ccvr": {"per_class": 20, "epochs": 2},
     "hgp": {"per_class": 20, "epochs": 2},
     "ranpac": {"width": 16},
+    "fedran": {"width": 16, "rank": 6},
     "mfcl": {"gen_steps": 5, "gen_chunk": 2, "gen_batch": 8, "syn_batch": 4, "z_dim": 6, "gen_light": True},
     "target": {"syn_round": 3, "warmup": 1, **SMALL_SYNTHESIS},
     "fed-cprompt": {"components": 2, "length": 2, "blocks": (0, 1), "near": 1.0, "far": 0.1},
