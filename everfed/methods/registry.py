@@ -252,9 +252,8 @@ _GENERATIVE = ("mfcl", "target", "lander", "fedcil", "af-fcl")
 _PERSONAL = ("fedproto-personal", "fedweit", "fedala", "feddbe", "fedas", "fedl2p")
 _CLOSED = ("ridge", "ranpac", "fedran", "stsa", "stsa-e")  # no gradients, or those of the first task alone
 _WITHOUT_FEDGP = ("ideal", "icarl", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4", "lorm")
-ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge"}  # other papers' names of the same method
-_ON_ANY = ("compress",)  # parts that stand on top of any method: `fedgp+der+compress`
 ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge", "fed3r": "ridge"}  # other papers' names of the same method
+_ON_ANY = ("compress",)  # parts that stand on top of any method: `fedgp+der+compress`
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options set where FedGP comes after
 
 

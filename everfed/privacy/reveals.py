@@ -37,26 +37,6 @@ def _values(method: Method) -> Iterator[tuple[str, str, Reducer, bool]]:
             opened = method.opening and part == method.aggregator.name
             for key, reducer in keys.items():
                 yield phase.name, f"{part}/{key}", reducer, bool(opened or not reducer.secure)
-_GRADIENTS = "what training changed, a sum of gradients: samples can be reconstructed from it, from few best"
-_MOMENTS = "sums of products of features or inputs: of few samples these samples' features"
-_CLASSES = "which classes a client has"
-_COUNTS = "how many samples a client has of each class"
-# what a value tells of the client that sent it, by its key
-TELLS = {
-    **dict.fromkeys(("params", "update", "change", "others", "adapter", "meta", "clients", "channels"), _GRADIENTS),
-    **dict.fromkeys(("adaptive", "bias"), _GRADIENTS),
-    "gradient": "a gradient: of one sample it is that sample, in the first layer exactly",
-    "u": "squared gradients: of one sample its brightness, pixel by pixel",
-    "v": "squared gradients times the trained model",
-    **dict.fromkeys(("gram", "grams", "products", "A/grams", "A/products", "B/grams", "B/products"), _MOMENTS),
-    **dict.fromkeys(("head/grams", "head/products", "squares", "trace", "sketch", "outside", "summary"), _MOMENTS),
-    **dict.fromkeys(("sums", "sum", "prototypes", "features"), "sums or means of features, by class or group"),
-    **dict.fromkeys(("counts", "labels"), _COUNTS),
-    **dict.fromkeys(("classes", "missing"), _CLASSES),
-    **dict.fromkeys(("samples", "steps", "counters", "clipped"), "how much data a client has"),
-    "stats": "means and variances of BatchNorm's inputs",
-    "loss": "how well the model fits the client's samples",
-}
 
 
 def values_sent(method: Method) -> dict[str, dict[str, str]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from everfed.method import CLASSES, SHARED, WHOLE, Aggregator, Client, Data, Mean, Model, Server, option
+from everfed.method import CLASSES, SHARED, WHOLE, Aggregator, Client, Data, Mean, Model, Server, Tells, option
 from everfed.methods.regularise.fisher import FISHER, diagonal_fisher
 
 
@@ -62,7 +62,8 @@ class FisherAvg(Aggregator):
 
     def reducers(self):
         mean = Mean(weighted=self.weighting == "samples")
-        return {"u": mean, "v": mean, "stats": mean, "counters": mean}
+        squares = replace(mean, tells="squared gradients: of one sample its brightness, pixel by pixel")
+        return {"u": squares, "v": replace(mean, tells=Tells.GRADIENTS), "stats": mean, "counters": mean}
 
     def aggregate(self, server: Server) -> Model:
         model, u = super().aggregate(server), server.reduced.get("u")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.method import Aggregator, Client, Collect, Mean, Model, Server, option
+from everfed.method import Aggregator, Client, Collect, Mean, Model, Server, Tells, option
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TIES(Aggregator):
         return {"update": client.update, **statistics}
 
     def reducers(self):
-        return {"update": Collect(), "stats": Mean(), "counters": Mean()}
+        return {"update": Collect(tells=Tells.GRADIENTS), "stats": Mean(), "counters": Mean()}
 
     def aggregate(self, server: Server) -> Model:
         model, updates = super().aggregate(server), server.reduced.get("update")

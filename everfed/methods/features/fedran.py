@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.method import Client, Collect, Data, Facts, Mean, Server, Sum, option
+from everfed.method import Client, Collect, Data, Facts, Server, Tells, option
 from everfed.methods.features.ridge import RanPAC
 from everfed.methods.features.statistics import class_numbers, columns_of, feature_rows, of_all_classes
 
@@ -44,9 +44,9 @@ class FedRAN(RanPAC):
             raise ValueError("groups must be 0: a client sends a summary of all its samples")
 
     def phases(self):
-        reduce = {"summary": Collect(self._numbers), "products": Sum(), "counts": Sum(), "classes": Mean()}
         (statistics, *_) = super().phases()
-        return (replace(statistics, reduce=reduce),)
+        sums = {key: statistics.reduce[key] for key in ("products", "counts", "classes")}
+        return (replace(statistics, reduce={"summary": Collect(self._numbers, Tells.MOMENTS), **sums}),)
 
     def _numbers(self, facts: Facts) -> int:
         return self.rank * self.size(facts.layout)

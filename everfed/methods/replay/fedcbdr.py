@@ -46,6 +46,7 @@ from everfed.method import (
     Phase,
     Server,
     Step,
+    Tells,
     Tree,
     option,
 )
@@ -75,7 +76,7 @@ class Leverage(Policy):
 
     def phases(self, memory: Memory):
         (choice,) = super().phases(memory)
-        reduce = {"gram": Mean(numbers=_numbers)}
+        reduce = {"gram": Mean(numbers=_numbers, tells=Tells.MOMENTS)}
         gram = Phase(
             "gram", Cohort.BOUNDARY, END, reduce=reduce, in_last_round=False, run=self._gram, update=self._invert
         )

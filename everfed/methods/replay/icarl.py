@@ -36,6 +36,7 @@ from everfed.method import (
     Server,
     Step,
     Sum,
+    Tells,
     When,
     option,
 )
@@ -70,7 +71,14 @@ class ICaRL(ReplacesHead):
     def phases(self):
         """The teacher has the trained head, so it is kept before the means replace that."""
         teacher = Phase("teacher", Cohort.SERVER, END, in_last_round=False, update=self._keep_teacher)
-        means = Phase("means", Cohort.ALL, END, reduce={"sums": Sum()}, run=self._sums, update=self._classify_by_means)
+        means = Phase(
+            "means",
+            Cohort.ALL,
+            END,
+            reduce={"sums": Sum(tells=Tells.SUMS)},
+            run=self._sums,
+            update=self._classify_by_means,
+        )
         back = Phase("restore", Cohort.SERVER, BEGIN, When.BEFORE, update=self._trained_head)
         return (*([teacher] if self.distillation else []), *([back, means] if self.classifier == "means" else []))
 
