@@ -14,7 +14,10 @@ from everfed.errors import FAULT, exit_code, in_own_code, sentence
 
 # in the order of the help page: name -> place in everfed/commands
 PLACES = {
-    **{name: f"{name}:{name}" for name in ("init", "run", "resume", "compare", "sweep", "reproduce", "record")},
+    **{
+        name: f"{name}:{name}"
+        for name in ("init", "run", "resume", "compare", "sweep", "reproduce", "submit", "record")
+    },
     **{name: f"{name}:{name}" for name in ("leaderboard", "demo", "show", "report", "samples", "export", "ui")},
     "bench": "bench:bench",
     "near-optimality": "near_optimality:near_optimality",

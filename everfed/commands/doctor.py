@@ -7,11 +7,14 @@ import os
 import platform
 import re
 from importlib import metadata, util
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from everfed.commands import options
 from everfed.commands.output import show_table
+from everfed.errors import UserError
 
 Findings = list[tuple[str, str]]
 # extras that are not for users
@@ -19,14 +22,21 @@ _FOR_DEVELOPMENT = ("dev", "docs", "all")
 _IMPORTED_AS = {"pillow": "PIL", "mlflow-skinny": "mlflow"}
 
 
-def doctor(data: options.Data = None, as_json: options.Json = False) -> None:
+def doctor(
+    data: options.Data = None,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Test whether several workers can share this folder of runs.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
     """Show versions, the device, the cores, the extras that are installed and the data sets that were found.
 
     \b
-    Example:
+    Examples:
       everfed doctor --data ~/data
+      everfed doctor --folder /shared/runs
     """
-    findings = [*_software(), *_hardware(), *_extras(), *_data(data)]
+    findings = [*_software(), *_hardware(), *_locks(folder), *_extras(), *_data(data)]
     if as_json:
         typer.echo(json.dumps(dict(findings), indent=2))
     else:
@@ -51,6 +61,16 @@ def _hardware() -> Findings:
         ("cores", str(cores)),
         ("threads", f"{torch.get_num_threads()} per operation; runs use 1, which makes them exact"),
     ]
+
+
+def _locks(folder: Path | None) -> Findings:
+    if folder is None:
+        return []
+    from everfed.store.shared_disk import lock_report
+
+    if not folder.is_dir():
+        raise UserError(f"--folder {folder} is not a folder")
+    return [(f"locks in {folder}", lock_report(folder))]
 
 
 def _extras() -> Findings:
