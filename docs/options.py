@@ -17,8 +17,7 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from everfed.core.option import declared_options
-from everfed.core.run_options import TABLES
+from everfed.core.option import TABLES, declared_options
 from everfed.methods import registry
 from everfed.methods.replay.memory import policy_class
 from everfed.methods.replay.sample_gradients import GradientOptions

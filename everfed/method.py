@@ -13,7 +13,7 @@ from everfed.core.message import MODEL, Cached, Model, PerClient, State, Values
 from everfed.core.method import Method, compose
 from everfed.core.metric import Metric, Scored
 from everfed.core.optimizer import Optimizer
-from everfed.core.option import option
+from everfed.core.option import TrainOptions, option
 from everfed.core.part import (
     BOUNDARIES,
     CLASSES,
@@ -34,7 +34,6 @@ from everfed.core.part import (
 )
 from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Collect, Mean, Phase, Reducer, Sum, Tells, When, every
 from everfed.core.replica import Gradient
-from everfed.core.run_options import TrainOptions
 from everfed.core.step import Batch, Step, Substep
 from everfed.core.stream import RoundPlan, Stream
 from everfed.core.trainer import Fitted

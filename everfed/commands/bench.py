@@ -200,7 +200,7 @@ class _Lane:
 
     def __init__(self, name: str, run: Run, stack: ExitStack) -> None:
         from everfed import engines
-        from everfed.core.run_options import EvalOptions
+        from everfed.core.option import EvalOptions
         from everfed.core.server import Runner
         from everfed.core.tree import on_device
         from everfed.store.clients import ClientStore

@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from everfed.commands import options
-from everfed.core.option import Option, declared_options
-from everfed.core.run_options import TABLES
+from everfed.core.option import TABLES, Option, declared_options
 from everfed.errors import UserError
 from everfed.naming import nearest
 

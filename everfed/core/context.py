@@ -19,9 +19,9 @@ from everfed.core.data import Data
 from everfed.core.layout import Layout, Pieces, TrainsPieces
 from everfed.core.method import Method
 from everfed.core.metric import Metrics
+from everfed.core.option import TrainOptions
 from everfed.core.part import HELD_OUT, HISTORY
 from everfed.core.phase import EVALUATE, Phase
-from everfed.core.run_options import TrainOptions
 from everfed.core.stream import Checks, HeldOut, Hidden, RoundPlan, Stream
 from everfed.errors import Fault
 

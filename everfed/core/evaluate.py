@@ -22,8 +22,8 @@ from everfed.core.data import Data
 from everfed.core.engine import Engine, Replies
 from everfed.core.message import Message, Model, State
 from everfed.core.metric import TaskSums
+from everfed.core.option import RULES, EvalOptions
 from everfed.core.phase import EVALUATE, Phase, Sum
-from everfed.core.run_options import RULES, EvalOptions
 from everfed.core.stream import HeldOut, Stream
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree

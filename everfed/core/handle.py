@@ -19,7 +19,7 @@ from everfed.core.data import Data
 from everfed.core.layout import Layout, only_trained
 from everfed.core.message import MODEL, Message, Model, State
 from everfed.core.optimizer import Optimizer
-from everfed.core.run_options import TrainOptions
+from everfed.core.option import TrainOptions
 from everfed.core.stream import HeldOut
 from everfed.core.tree import Tree
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.layout import Layout
-from everfed.core.run_options import OptimizerOptions
+from everfed.core.option import OptimizerOptions
 from everfed.kernels import load_kernels
 
 kernel = load_kernels("everfed.kernels.adam")

@@ -32,9 +32,9 @@ from everfed.core.message import (
     payload_bytes,
     versions,
 )
+from everfed.core.option import EvalOptions
 from everfed.core.part import Reduced
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Reduction, When
-from everfed.core.run_options import EvalOptions
 from everfed.core.stream import RoundPlan
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree

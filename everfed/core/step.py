@@ -19,9 +19,8 @@ from everfed.core.context import Context, Facts
 from everfed.core.layout import Entry, Layout
 from everfed.core.message import MODEL, Model, State
 from everfed.core.optimizer import Optimizer, Scales
-from everfed.core.part import Part, overrides
+from everfed.core.part import Part, Seen, changing, check_step, overrides, seen
 from everfed.core.replica import Gradient, Gradients, GraphCut, Replica, normalised_apart
-from everfed.core.step_state import Seen, changing, check_step, seen
 from everfed.core.tree import Tree
 
 if TYPE_CHECKING:

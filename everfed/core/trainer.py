@@ -20,11 +20,10 @@ from everfed.core.handle import Client
 from everfed.core.layout import Layout
 from everfed.core.message import Model, State
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Part, Tables
+from everfed.core.part import Part, Tables, private
 from everfed.core.random import global_generators, seed_global
 from everfed.core.replica import Blueprint, Replica
 from everfed.core.step import Substeps, Training, train_step
-from everfed.core.step_state import private
 from everfed.core.stream import Stream, StreamView
 from everfed.core.tree import Tree, clone, on_device
 

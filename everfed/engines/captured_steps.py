@@ -25,10 +25,9 @@ from torch import Tensor
 from everfed.core.context import Context
 from everfed.core.data import device_memory
 from everfed.core.message import Model
-from everfed.core.part import EAGER, Part, Tables
+from everfed.core.part import EAGER, Part, Tables, changing
 from everfed.core.random import global_generators, seed_global
 from everfed.core.step import Training, train_step
-from everfed.core.step_state import changing
 from everfed.core.trainer import Fitted, Job, Trainer
 from everfed.core.tree import Tree, leaves, map_tensors
 from everfed.engines.capture_thread import Capturing

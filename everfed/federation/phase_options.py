@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from everfed.core.run_options import WaitOptions
+from everfed.core.option import WaitOptions
 
 
 @dataclass(frozen=True)

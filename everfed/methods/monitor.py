@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from everfed.core.events import LOSS, Event, Monitor, Signals
 from everfed.core.method import Method
-from everfed.core.run_options import RiseOptions
+from everfed.core.option import RiseOptions
 from everfed.core.spans import NAMED, spans
 from everfed.core.trainer import Trainer
 from everfed.method import Client, Collect, Part, Server, option

@@ -32,9 +32,9 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.context import Setup
 from everfed.core.handle import Handle
+from everfed.core.option import NoiseOptions
 from everfed.core.part import Reduced, Weights, options_of
 from everfed.core.phase import EVALUATE, TRAIN, Total
-from everfed.core.run_options import NoiseOptions
 from everfed.errors import Fault
 from everfed.method import (
     MODEL,

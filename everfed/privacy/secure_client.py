@@ -34,8 +34,8 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.context import Facts
 from everfed.core.handle import Handle
+from everfed.core.option import SumOptions
 from everfed.core.phase import EVALUATE, TRAIN, Total
-from everfed.core.run_options import SumOptions
 from everfed.core.tree import leaves
 from everfed.method import (
     MODEL,

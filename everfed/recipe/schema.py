@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
-from everfed.core import run_options
+from everfed.core import option
+from everfed.core.option import Logits as Logits
 from everfed.core.option import Option, declared_options
-from everfed.core.run_options import Logits as Logits
 from everfed.methods.registry import canonical, names
 
 Kind = TypeVar("Kind")
@@ -53,7 +53,7 @@ def plain(value: Any) -> Any:
 def section_of(options: Any, *left_out: str, **own: tuple[Any, Any]) -> Any:
     """A section with the options of a dataclass: their names, types, defaults and bounds, and relations between them,
     which the dataclass itself checks. own: further keys, or others, as (type, default)."""
-    hints = get_type_hints(options, localns={"Optimizer": run_options.OptimizerOptions})
+    hints = get_type_hints(options, localns={"Optimizer": option.OptimizerOptions})
     keys: dict[str, Any] = own | {
         name: _key(hints[name], options.__dataclass_fields__[name], declared)
         for name, declared in declared_options(options)
@@ -110,10 +110,10 @@ class ModelSection(OpenSection):
     """[model]: kind, and the model's own options beside it."""
 
     kind: str = "auto"
-    batchnorm: run_options.Statistics = "mean"
+    batchnorm: option.Statistics = "mean"
 
 
-_Optimizer: Any = section_of(run_options.OptimizerOptions)
+_Optimizer: Any = section_of(option.OptimizerOptions)
 
 
 class OptimizerSection(_Optimizer):
@@ -127,7 +127,7 @@ class OptimizerSection(_Optimizer):
 
 
 _Train: Any = section_of(
-    run_options.TrainOptions,
+    option.TrainOptions,
     "batchnorm",  # model.batchnorm
     rounds_per_task=(int, Field(10, ge=1)),
     optimizer=(OptimizerSection, OptimizerSection()),
@@ -147,7 +147,7 @@ class TrainSection(_Train):
         return self
 
 
-_Eval: Any = section_of(run_options.EvalOptions)
+_Eval: Any = section_of(option.EvalOptions)
 
 
 class EvalSection(_Eval):
@@ -208,8 +208,8 @@ class EngineSection(Section):
         return self.kind != "ranks" or os.environ.get("RANK", "0") == "0"
 
 
-_Noise: Any = section_of(run_options.NoiseOptions)
-_Sums: Any = section_of(run_options.SumOptions, secure_aggregation=(bool, False))
+_Noise: Any = section_of(option.NoiseOptions)
+_Sums: Any = section_of(option.SumOptions, secure_aggregation=(bool, False))
 
 
 class DifferentialPrivacySection(_Noise):
@@ -223,8 +223,8 @@ class PrivacySection(_Sums):
     dp: DifferentialPrivacySection | None = None
 
 
-_Monitor: Any = section_of(run_options.MonitorOptions)
-_Wait: Any = section_of(run_options.WaitOptions)
+_Monitor: Any = section_of(option.MonitorOptions)
+_Wait: Any = section_of(option.WaitOptions)
 
 
 class MonitorSection(_Monitor):

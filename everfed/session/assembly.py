@@ -20,7 +20,7 @@ from everfed.core.message import Model
 from everfed.core.method import Method
 from everfed.core.metric import METRICS, Metric, Metrics
 from everfed.core.optimizer import Optimizer
-from everfed.core.run_options import TrainOptions
+from everfed.core.option import TrainOptions
 from everfed.core.stream import Stream, digest_of
 from everfed.data.sources import data_folder
 from everfed.errors import RecipeError, SettingError, described, place_of

@@ -18,8 +18,8 @@ from everfed import engines, privacy
 from everfed.core.context import PlaceKey
 from everfed.core.engine import Engine
 from everfed.core.events import Observer
+from everfed.core.option import EvalOptions
 from everfed.core.phase import EVALUATE
-from everfed.core.run_options import EvalOptions
 from everfed.core.server import Runner, RunState
 from everfed.core.tree import on_device
 from everfed.engines.group import Group

@@ -19,7 +19,7 @@ from everfed import engines
 from everfed.core.engine import Engine
 from everfed.core.evaluate import row_value
 from everfed.core.message import State
-from everfed.core.run_options import RULES
+from everfed.core.option import RULES
 from everfed.core.server import RunState
 from everfed.core.stream import Stream
 from everfed.metrics import matrix as accuracy_matrix

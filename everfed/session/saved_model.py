@@ -23,9 +23,9 @@ from everfed.core.data import Data
 from everfed.core.handle import Server
 from everfed.core.layout import EXTRAS, AddsParameters, Extras, Layout
 from everfed.core.message import MODEL, Model, State
+from everfed.core.option import TrainOptions
 from everfed.core.part import options_of, overrides
 from everfed.core.phase import EVALUATE
-from everfed.core.run_options import TrainOptions
 from everfed.data import transforms
 from everfed.data.source import one_sample, storage_form
 from everfed.engines.eager import new_trainer

@@ -16,7 +16,7 @@ import everfed
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
-from everfed.core.run_options import ParameterGroup
+from everfed.core.option import ParameterGroup
 from everfed.recipe import from_table, to_toml
 from everfed.session import assemble
 from tests.parity.test_processes import on_processes

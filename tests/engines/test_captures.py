@@ -20,7 +20,7 @@ from everfed.core.context import Setup, TrainOptions
 from everfed.core.data import Table
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
-from everfed.core.run_options import ParameterGroup
+from everfed.core.option import ParameterGroup
 from everfed.core.step import Training
 from everfed.core.trainer import Trainer
 from everfed.engines.captured_steps import Columns, Workspace, kernel_search, share_of_steps

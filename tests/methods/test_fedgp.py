@@ -17,9 +17,9 @@ from everfed.core.context import TrainOptions
 from everfed.core.evaluate import EvalOptions
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
+from everfed.core.option import ParameterGroup
 from everfed.core.phase import Reduction
 from everfed.core.replica import Gradient, project
-from everfed.core.run_options import ParameterGroup
 from everfed.core.server import Runner
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg

@@ -14,7 +14,7 @@ from everfed import models
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
-from everfed.core.run_options import ParameterGroup
+from everfed.core.option import ParameterGroup
 from everfed.models.pretrained import HuggingFace, freeze
 from tests.parity.test_processes import on_processes
 from tests.parity.test_resume import assert_resumes
