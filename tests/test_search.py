@@ -170,3 +170,48 @@ def test_tpe_from_python_and_the_command_line() -> None:
     first = set(cells("c"))
     says(*command, "--trials", "7")
     assert first < set(cells("c")) and len(cells("c")) == 7
+
+
+# stopping cells that fall behind ---------------------------------------------------------------------------------------
+GRID = ("sweep", "tiny.toml", "--set", "stream.tasks=3", "--grid", "train.optimizer.lr=0.2,0.1,0.15,1e-9")
+HOPELESS = "--set train.optimizer.lr=1e-9"
+
+
+def row_of(name: str) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = json.loads(Path("s/sweep.json").read_text())["rows"]
+    return next(row for row in rows if row["name"] == name)
+
+
+def test_a_cell_that_falls_behind_is_stopped_stays_stopped_and_can_be_finished() -> None:
+    printed = says(*GRID, "--stop-early", "--out", "s", "--jobs", "1")
+    assert "stopped after task 1: acc" in printed and "the median of 3 finished runs there" in printed
+    assert "0/1, stopped early" in printed and printed.count("1/1") == 3
+    (run,) = row_of(HOPELESS)["runs"]
+    assert run["stopped"] and not run["diverged"] and run["metrics"] is None
+    before = Path(run["folder"], "events.jsonl").read_bytes()
+    says(*GRID, "--stop-early", "--out", "s", "--jobs", "1")
+    assert Path(run["folder"], "events.jsonl").read_bytes() == before
+    says(*GRID, "--out", "s", "--jobs", "1")
+    (run,) = row_of(HOPELESS)["runs"]
+    whole = everfed.run("tiny.toml", "whole", sets=[*HOPELESS.split()[1:], "stream.tasks=3",
+                                                    "eval.split=validation", "stream.validation=0.1"])  # fmt: skip
+    assert not run["stopped"] and run["metrics"] == whole.metrics
+
+
+def test_two_finished_runs_are_too_few_to_stop_one() -> None:
+    found = everfed.sweep(
+        "tiny.toml", {"train.optimizer.lr": [0.2, 0.1, 1e-9]}, sets={"stream.tasks": 2}, stop_early=True, out="s"
+    )
+    assert [row.runs for row in found.rows] == ["1/1"] * 3
+
+
+def test_a_cell_with_a_stopped_seed_is_never_the_best() -> None:
+    from everfed.experiments.comparison import rows
+    from everfed.experiments.grid import plan_sweep
+    from everfed.experiments.jobs import Outcome
+
+    jobs = plan_sweep("tiny.toml", [["train.optimizer.lr=0.1", "train.optimizer.lr=0.2"]], [0, 1], "s").jobs
+    scored = [{"score": "accuracy", "metrics": {"acc": acc}, "cost": {}, "accuracy_matrix": []} for acc in (0.5, 0.9)]
+    outcomes = [Outcome(jobs[0], scored[0]), Outcome(jobs[1], scored[0]), Outcome(jobs[2], scored[1]),
+                Outcome(jobs[3], None, "behind", stopped=True)]  # fmt: skip
+    assert [row.runs for row in rows(outcomes)] == ["2/2", "1/2, 1 stopped early"]

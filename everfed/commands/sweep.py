@@ -36,6 +36,9 @@ def sweep(
         typer.Option(metavar="DIR", help="Folder of the run folders (default: runs/RECIPE-METHOD-sweep)."),
     ] = None,
     scale: options.Scale = 1.0,
+    stop_early: Annotated[
+        bool, typer.Option("--stop-early", help="End runs that are behind the median of finished ones at a task's end.")
+    ] = False,
     checkpoint_every: options.CheckpointEvery = 5.0,
     jobs: options.Jobs = 0,
     as_json: options.Json = False,
@@ -51,12 +54,17 @@ def sweep(
     the scores so far. The same command goes on where it stopped; a larger
     --trials adds to what is there.
 
+    With --stop-early a run ends at the end of a task where its mean score so
+    far is below the median of at least three finished runs of its seed. The
+    table says so; the same command without --stop-early finishes these runs.
+
     \b
     Examples:
       everfed sweep demo --grid train.optimizer.lr=0.01,0.03,0.1
       everfed sweep demo --grid method.der.weight=0.5,1 --seeds 0,1
       everfed sweep demo --grid train.optimizer.lr=0.001..1 --trials 20
       everfed sweep demo --grid train.optimizer.lr=0.001..1 --trials 20 --search tpe
+      everfed sweep demo --grid train.optimizer.lr=0.001..1 --trials 20 --stop-early
       everfed sweep demo --method fedprox --grid method.fedprox.mu=0.01,0.1
     """
     from everfed.commands.terminal import Terminal
@@ -77,7 +85,7 @@ def sweep(
     )
     if planned.held_out and not as_json:
         typer.echo(f"the recipe holds out no validation data; using {planned.held_out}")
-    settings = JobSettings(options.absolute(data), scale, checkpoint_every, as_json, jobs=jobs)
+    settings = JobSettings(options.absolute(data), scale, checkpoint_every, as_json, jobs=jobs, stop_early=stop_early)
     found = planned.run(settings, Terminal(as_json))
     _print_result(found, as_json)
     if not found.best:

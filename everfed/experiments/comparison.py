@@ -41,17 +41,19 @@ class TableRow:
         return score_of(next((outcome.result["score"] for outcome in self.outcomes if outcome.result), "accuracy"))
 
     @property
-    def rank(self) -> float:
-        """The better, the higher; lowest where nothing was scored."""
+    def rank(self) -> tuple[bool, float]:
+        """The better, the higher; lowest where nothing was scored. A row with a run that was stopped comes below: its
+        mean is of the better seeds."""
         score = self.score
-        return score.better * self.mean(score.main) if score.main in self.spreads else -float("inf")
+        value = score.better * self.mean(score.main) if score.main in self.spreads else -float("inf")
+        return not any(outcome.stopped for outcome in self.outcomes), value
 
     @property
     def runs(self) -> str:
         """How many of its runs finished, and what became of the others."""
         failed = [outcome for outcome in self.outcomes if outcome.result is None]
-        lost = sum(outcome.diverged for outcome in failed)
-        kinds = {"diverged": lost, "failed": len(failed) - lost}
+        lost, stopped = sum(one.diverged for one in failed), sum(one.stopped for one in failed)
+        kinds = {"diverged": lost, "stopped early": stopped, "failed": len(failed) - lost - stopped}
         named = [word if lone == len(self.outcomes) else f"{lone} {word}" for word, lone in kinds.items() if lone]
         return ", ".join([f"{len(self.outcomes) - len(failed)}/{len(self.outcomes)}", *named])
 
@@ -118,7 +120,7 @@ def table(found: Sequence[TableRow], heading: str, baseline: str = "") -> tuple[
     for row in found:
         scores = [_text(row.spreads.get(key), known[key].kind_of(score)) for key in metrics]
         if not row.spreads:
-            scores[metrics.index(score.main)] = "diverged" if all(o.diverged for o in row.outcomes) else "failed"
+            scores[metrics.index(score.main)] = row.runs.partition(", ")[2]
         if paired:
             scores.insert(metrics.index(score.main) + 1, _difference_text(row.difference, score))
         costs = [size(round(row.mean("bytes_up"))), clock(row.mean("seconds"))] if row.spreads else ["-", "-"]
@@ -168,6 +170,7 @@ def as_dict(found: Sequence[TableRow]) -> list[dict[str, Any]]:
                     "metrics": outcome.result["metrics"] if outcome.result else None,
                     "problem": outcome.problem or None,
                     "diverged": outcome.diverged,
+                    "stopped": outcome.stopped,
                 }
                 for outcome in row.outcomes
             ],

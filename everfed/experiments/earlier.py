@@ -66,7 +66,8 @@ def earlier_outcomes(
         result = folder.read_result()
         if result is not None or run.get("problem"):
             problem = "" if result is not None else run["problem"]
-            found.append(Outcome(job, result, problem, result is None and bool(run.get("diverged"))))
+            ended = {key: result is None and bool(run.get(key)) for key in ("diverged", "stopped")}
+            found.append(Outcome(job, result, problem, **ended))
     return found
 
 

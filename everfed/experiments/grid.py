@@ -309,6 +309,7 @@ def sweep(
     data_dir: str | Path | None = None,
     scale: float = 1.0,
     stream: Stream | Streams | None = None,
+    stop_early: bool = False,
     progress: bool | None = None,
     track: Sequence[str] = (),
     observers: Sequence[Observer] = (),
@@ -320,7 +321,8 @@ def sweep(
     Scored on data held out of the training set: stream.validation, or a tenth where the recipe holds out none. A stream
     of your own must have a validation part. trials: only so many combinations, where a value may be a range, as in
     sweep("demo", {"train.optimizer.lr": "0.001..1"}, trials=20); they are drawn at random, or proposed from the scores
-    so far with search="tpe" (the extra `search`). `best` of what is returned are the settings of the best cell, as
+    so far with search="tpe" (the extra `search`). stop_early: end runs that are behind the median of the finished ones
+    at a task's end. `best` of what is returned are the settings of the best cell, as
     `--set` arguments. The rest is as in `everfed.compare`.
     """
     axes = [
@@ -329,7 +331,9 @@ def sweep(
     ]
     how: dict[str, Any] = {"trials": trials, "search": search, "jobs": jobs, "stream": stream, "scale": scale}
     planned = plan_sweep(recipe, axes, seeds, out, method=method, sets=as_entries(sets), **how)
-    settings = JobSettings(data_dir, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream))
+    settings = JobSettings(
+        data_dir, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream), stop_early=stop_early
+    )
     return planned.run(settings, Shown(progress, observers))
 
 

@@ -18,6 +18,7 @@ from everfed import api
 from everfed.errors import FAULT, UserError, exit_code
 from everfed.experiments import workers
 from everfed.experiments.concurrency import choose
+from everfed.experiments.stopping import StoppedEarly, median_rule
 from everfed.recipe import Places, Reading, Recipe, Source, placed, read, read_placed, settled, to_toml
 from everfed.reports.progress import Several, shown
 from everfed.store.event_log import read_log
@@ -58,12 +59,13 @@ class GridJob:
 @dataclass(frozen=True)
 class Outcome:
     """result: the content of result.json, or None when the run failed; `problem` is then the error. diverged: a loss
-    was no longer finite."""
+    was no longer finite. stopped: it was behind the others of a sweep."""
 
     job: GridJob
     result: dict[str, Any] | None
     problem: str = ""
     diverged: bool = False
+    stopped: bool = False
 
 
 More = Callable[[Outcome], Iterable[GridJob]]
@@ -73,7 +75,7 @@ More = Callable[[Outcome], Iterable[GridJob]]
 class JobSettings:
     """How the jobs are run. jobs: how many side by side, 0 for what is fastest. keep_going: any error of a job is its
     outcome; else only those of the run itself (it diverged), and others end the command. limit: seconds after which a
-    job that runs beside others is given up, 0 for never."""
+    job that runs beside others is given up, 0 for never. stop_early: a job ends that is behind the finished ones."""
 
     data: str | Path | None = None
     scale: float = 1.0
@@ -83,6 +85,7 @@ class JobSettings:
     jobs: int = 0
     keep_going: bool = False
     limit: float = 0.0
+    stop_early: bool = False
 
 
 class Output:
@@ -285,8 +288,12 @@ def attempt(
     _check_folder(job, settings)
     how: dict[str, Any] = {"observers": observers, "track": settings.track, "progress": False, "stream": job.stream}
     how["checkpoint_every"] = settings.checkpoint_every
-    if was_held and (problem := _divergence(job)) is not None:
+    if was_held and (problem := _ended_by(job, DIVERGED)) is not None:
         return Outcome(job, None, problem, diverged=True)
+    if settings.stop_early:
+        if (problem := _ended_by(job, StoppedEarly.__name__)) is not None:
+            return Outcome(job, None, problem, stopped=True)
+        how["observers"] = [*observers, median_rule(job.folder, job.recipe.seed)]
     try:
         return Outcome(job, _begin_or_go_on(job, settings, how))
     except RunHeld:
@@ -296,7 +303,7 @@ def attempt(
         if code != FAULT and (not settings.keep_going or isinstance(error, OSError)):
             raise
         problem = str(error) if code is not None else f"{type(error).__name__}: {error}"
-        return Outcome(job, None, problem, type(error).__name__ == DIVERGED)
+        return Outcome(job, None, problem, type(error).__name__ == DIVERGED, isinstance(error, StoppedEarly))
 
 
 def _begin_or_go_on(job: GridJob, settings: JobSettings, how: dict[str, Any]) -> dict[str, Any]:
@@ -308,13 +315,13 @@ def _begin_or_go_on(job: GridJob, settings: JobSettings, how: dict[str, Any]) ->
     return api.resume(job.folder, data_dir=settings.data, **how).data
 
 
-def _divergence(job: GridJob) -> str | None:
-    """The error with which an unfinished run ended, if it diverged."""
+def _ended_by(job: GridJob, expected: str) -> str | None:
+    """The message of the error with which an unfinished run ended, if it was of the expected class."""
     log = read_log(job.folder)
     if job.finished or not log.failed:
         return None
     kind, _, message = log.notes[-1].message.partition(": ")
-    return message if kind == DIVERGED else None
+    return message if kind == expected else None
 
 
 def _run_alone(queue: Queue, settings: JobSettings, output: Output) -> None:
@@ -368,5 +375,5 @@ def _run_one(job: GridJob, settings: JobSettings, number: str, was_held: bool, o
     with output.watch(job, title) as observers:
         outcome = attempt(job, settings, observers, was_held)
     if outcome is not None and outcome.problem:  # a job that failed is a result; the others go on
-        output.fault(f"{title}: {outcome.problem}")
+        (output.say if outcome.stopped else output.fault)(f"{title}: {outcome.problem}")
     return outcome

@@ -152,7 +152,7 @@ class Search:
         study = optuna.create_study(direction="maximize" if better > 0 else "minimize", sampler=sampler)
         for cell in self.asked:
             facts: dict[str, Any] = {"state": optuna.trial.TrialState.RUNNING}
-            if cell in self.scores:  # one that diverged counts as the worst
+            if cell in self.scores:  # one without a score counts as the worst
                 facts = {"value": self.scores[cell] if np.isfinite(self.scores[cell]) else worst}
             params = {axis.key: axis.value(entry) for axis, entry in zip(self.axes, cell, strict=True)}
             study.add_trial(optuna.trial.create_trial(params=params, distributions=space, **facts))
@@ -179,6 +179,6 @@ def _optuna() -> Any:
 
 
 def score_of_cell(scores: Mapping[int, float | None], better: int) -> float:
-    """The mean over seeds; the worst there is where a seed has none, because it diverged."""
+    """The mean over seeds; the worst there is where a seed has none: it diverged, or was stopped."""
     values = [value for value in scores.values() if value is not None]
     return sum(values) / len(values) if len(values) == len(scores) else -better * float("inf")
