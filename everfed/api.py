@@ -182,6 +182,7 @@ def run(
 def resume(
     folder: str | Path,
     *,
+    tasks: int | None = None,
     stream: Stream | None = None,
     model: nn.Module | None = None,
     progress: bool | None = None,
@@ -191,8 +192,12 @@ def resume(
     data_dir: str | Path | None = None,
 ) -> Result:
     """Go on with a run from its newest checkpoint. A finished run is returned as it is. stream, model: those that the
-    run was started with, where they are objects. data_dir: where the data lies now, if not where it did."""
+    run was started with, where they are objects. data_dir: where the data lies now, if not where it did. tasks: go on
+    with a finished run until it has so many tasks, to the same bits as a run that had them from the start; refused
+    where it could not be that run."""
     opened = RunFolder.open(Path(folder))
+    if tasks is not None:
+        _extend(opened, tasks, model, data_dir)
     data = opened.read_result()
     if data is None and opened.read_settings().get("federated"):
         raise RunError(
@@ -210,6 +215,22 @@ def resume(
                     made = reassemble(opened, stream, data_dir, model=model)
                     data = execute(made, opened, everyone, checkpoint_every)
     return Result(opened.path, data)
+
+
+def _extend(folder: RunFolder, tasks: int, model: nn.Module | None, data_dir: str | Path | None) -> None:
+    """Give a finished run further tasks. Raises RunError."""
+    from everfed.session.extension import extend
+
+    settings = folder.read_settings()
+    if settings.get("own_stream") or settings.get("federated"):
+        what = "ran on a stream made in Python" if settings.get("own_stream") else "is a federation"
+        raise RunError(f"{folder.path} {what}: what it had cannot be compared with more tasks. Run it anew")
+    reading = read_placed(folder.recipe, sets=[f"stream.tasks={tasks}"])
+    with users_errors(reading.places), folder.held():
+        run = reassemble(folder, None, data_dir, model=model)
+        if run.stream.tasks != tasks:
+            longer = reassemble(folder, None, data_dir, model=model, recipe=reading.recipe)
+            extend(folder, run, longer, to_toml(reading.recipe))
 
 
 def load(
@@ -260,12 +281,14 @@ def reassemble(
     data_dir: str | Path | None = None,
     on_cpu: bool = False,
     model: nn.Module | None = None,
+    recipe: Recipe | None = None,
 ) -> Any:
     """The pieces of a run that is there already (`everfed.session.Run`); vectors keep the order they were made in,
-    whatever this machine prefers. data_dir: instead of the run's. on_cpu: to look at, not to go on with it."""
+    whatever this machine prefers. data_dir: instead of the run's. on_cpu: to look at, not to go on with it. recipe:
+    instead of the run's."""
     from everfed.session import assemble
 
-    settings, recipe = folder.read_settings(), read(folder.recipe)
+    settings, recipe = folder.read_settings(), recipe or read(folder.recipe)
     changes = {"kind": "eager", "device": "cpu"} if on_cpu else {}
     changes |= {key: settings[key] for key in ("memory_format",) if key in settings}
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update=changes)})

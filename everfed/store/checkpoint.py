@@ -191,6 +191,16 @@ def latest(folder: Path, store: ClientStore, recipe: str = "") -> RunState | Non
     return state
 
 
+def recipe_of(folder: Path) -> str:
+    """The fingerprint of the recipe that the newest checkpoint belongs to; empty where there is none."""
+    found = numbers(folder)
+    if not found:
+        return ""
+    path = folder / str(found[-1])
+    with _reading(path):
+        return Manifest.from_json((path / CLIENTS).read_bytes()).recipe
+
+
 def newest(folder: Path) -> RunState | None:
     """The server's state in the newest checkpoint; nothing is changed, and clients' states are not read."""
     found = numbers(folder)

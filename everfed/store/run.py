@@ -250,6 +250,12 @@ class RunFolder:
         with self._writing():
             write_atomic(self.result, (json.dumps(data, indent=2) + "\n").encode())
 
+    def reopen(self, recipe_toml: str) -> None:
+        """Make a finished run one of another recipe, unfinished."""
+        with self._writing():
+            self.result.unlink(missing_ok=True)
+            write_atomic(self.recipe, recipe_toml.encode())
+
     def fault(self, error: BaseException) -> RunError | None:
         """The error for the user when `error`, or its cause, is a fault of the disk; None when it is not."""
         cause: BaseException | None = error
