@@ -172,7 +172,7 @@ def test_tpe_from_python_and_the_command_line() -> None:
     assert first < set(cells("c")) and len(cells("c")) == 7
 
 
-# stopping cells that fall behind ---------------------------------------------------------------------------------------
+# stopping cells that fall behind -------------------------------------------------------------------------------------
 GRID = ("sweep", "tiny.toml", "--set", "stream.tasks=3", "--grid", "train.optimizer.lr=0.2,0.1,0.15,1e-9")
 HOPELESS = "--set train.optimizer.lr=1e-9"
 

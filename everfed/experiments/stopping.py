@@ -1,4 +1,4 @@
-"""Stopping the runs of a sweep that fall behind: the median rule of Vizier (Golovin et al., 2017) at the ends of tasks."""
+"""Stopping the runs of a sweep that fall behind: the median rule of Vizier (Golovin et al., 2017) at task ends."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ _LENGTH = re.compile(r"\bfacts\.(tasks|rounds)\b")
 
 
 def extend(folder: RunFolder, run: Run, longer: Run, recipe_toml: str) -> None:
-    """Make a finished `run` an unfinished one of the recipe of `longer`, with more tasks. Raises RunError where it would
-    not be that run; nothing is changed then."""
+    """Make a finished `run` an unfinished one of the recipe of `longer`, with more tasks. Raises RunError where it
+    would not be that run; nothing is changed then."""
     if problem := next(_differences(run, longer), ""):
         raise RunError(f"{folder.path} cannot go on to {longer.stream.tasks} tasks: {problem}. Run it anew")
     before, after = fingerprint(run), fingerprint(longer)
