@@ -28,6 +28,9 @@ def odd_and_even(labels, clients, rng, rows, columns, *, first=0):
     assert len(rows) == len(labels)
     return [np.flatnonzero(rows % clients == (client + first) % clients) for client in range(clients)]
 
+def any_share(labels, clients, rng, **options):
+    return [np.arange(options.get("first", 0), len(labels) // 2), np.arange(len(labels) // 2, len(labels))]
+
 def twice(labels, clients, rng):
     return [[0, 1], [1, 2]]
 '''
@@ -175,7 +178,13 @@ def test_a_folder_of_tables_has_a_client_for_every_file() -> None:
     stream = streams.build({"dataset": "sites", **options}, seed=0, rounds_per_task=1)
     assert stream.clients == 3
     assert [doses(stream, client) for client in range(3)] == [{ord("l")}, {ord("o")}, {ord("y")}]
+    for path in Path("sites").iterdir():
+        path.write_text(path.read_text().replace("label", "outcome"))
+    named = streams.build({"dataset": "sites", **options, "label": "outcome"}, seed=0, rounds_per_task=1)
+    assert named.clients == 3 and torch.equal(named.data(0, 0).y, stream.data(0, 0).y)
     Path("sites/york.csv").write_text("dose,age,label\n" + "1,2,0\n1,2,1\n1,2,2\n" * 3)
+    for site in ("lund", "oslo"):
+        table(f"sites/{site}.csv", site)
     with pytest.raises(everfed.UserError, match="york: samples are of dose, age, those of lund of age, dose"):
         streams.build({"dataset": "sites", **options}, seed=0, rounds_per_task=1)
 
@@ -216,6 +225,10 @@ def test_a_function_of_ones_own_divides() -> None:
     own = {"kind": "day_partition:odd_and_even", "first": 1}
     stream = streams.build({**source, "partition": own}, seed=0, rounds_per_task=1)
     assert {int(i) % 2 for i in stream.data(0, 0).ids} == {1}
+    free = streams.build(
+        {**source, "partition": {"kind": "day_partition:any_share", "first": 3}}, seed=0, rounds_per_task=1
+    )
+    assert len(free.data(1, 0)) - len(free.data(0, 0)) >= 3  # `**options` takes every option, and needs none
     import day_partition  # type: ignore[import-not-found]
 
     x, y = np.zeros((20, 3), "float32"), np.arange(20) % 2

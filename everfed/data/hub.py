@@ -26,7 +26,7 @@ def load_hub(name: str, aside: Collection[str] = ()) -> Source:
     splits = _splits(name, optional_package("datasets", "hub", f"hub:{name}", DataError))
     if "train" not in splits:
         raise DataError(f"hub:{name}: needs a split 'train'; it has {', '.join(splits)}")
-    columns = sample_column(name, splits["train"]), label_column(name, splits["train"])
+    columns = sample_column(f"hub:{name}", splits["train"]), label_column(f"hub:{name}", splits["train"])
     held = next((s for s in ("test", "validation") if s in splits), None)
     train = _read(splits["train"], *columns)
     names = getattr(splits["train"].features[columns[1]], "names", None)
@@ -70,7 +70,7 @@ def sample_column(name: str, split: Any) -> str:
     images = [c for c, kind in features.items() if type(kind).__name__ == "Image"]
     numbers = [c for c, kind in features.items() if type(kind).__name__.startswith(("List", "Sequence", "Array"))]
     if not images and not numbers:
-        raise DataError(f"hub:{name}: has no column of images or of numbers; it has {', '.join(features)}")
+        raise DataError(f"{name}: has no column of images or of numbers; it has {', '.join(features)}")
     return str((images or numbers)[0])
 
 
@@ -82,7 +82,7 @@ def label_column(name: str, split: Any) -> str:
         return str(max(classes, key=lambda c: classes[c]))
     named = [c for c in LABEL_NAMES if c in features]
     if not named:
-        raise DataError(f"hub:{name}: has no label column; allowed: a class label, or one of {', '.join(LABEL_NAMES)}")
+        raise DataError(f"{name}: has no label column; allowed: a class label, or one of {', '.join(LABEL_NAMES)}")
     return named[0]
 
 

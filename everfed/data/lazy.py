@@ -271,7 +271,7 @@ def _label(dataset: Any, index: int, name: str) -> Any:
 
 def _reader(dataset: Any) -> Callable[[int], Any]:
     if hasattr(dataset, "features"):
-        column = sample_column("dataset", dataset)
+        column = sample_column("the data set", dataset)
         return lambda index: dataset[index][column]
     return lambda index: dataset[index][0]
 
@@ -279,7 +279,7 @@ def _reader(dataset: Any) -> Callable[[int], Any]:
 def _feature_names(dataset: Any) -> Sequence[str] | None:
     if not hasattr(dataset, "features"):
         return None
-    return getattr(dataset.features[label_column("dataset", dataset)], "names", None)
+    return getattr(dataset.features[label_column("the data set", dataset)], "names", None)
 
 
 def cache_folder(cache: str | Path | None) -> Path:

@@ -263,7 +263,7 @@ def check_options(kind: str | Divide, options: Mapping[str, Any]) -> None:
         )
     accepted = option_names(kind)
     unknown = sorted(set(options) - set(accepted))
-    if unknown:
+    if unknown and not _takes_any(kind):
         raise PartitionError(f"{kind!r} has no option {unknown[0]!r}; allowed: {', '.join(accepted)}")
     missing = [name for name, required in accepted.items() if required and name not in options]
     if missing:
@@ -273,7 +273,13 @@ def check_options(kind: str | Divide, options: Mapping[str, Any]) -> None:
 def option_names(kind: str | Divide) -> dict[str, bool]:
     """The options of a kind, each with whether it must be given: the arguments after labels, clients and rng."""
     parameters = list(inspect.signature(_function(kind)).parameters.values())[3:]
-    return {p.name: p.default is p.empty for p in parameters if p.name not in ("rows", "columns")}
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in ("rows", "columns")]
+    return {p.name: p.default is p.empty for p in named}
+
+
+def _takes_any(kind: str | Divide) -> bool:
+    """Does a function take options by any name, `**options`?"""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(_function(kind)).parameters.values())
 
 
 def columns_of(options: Mapping[str, Any]) -> set[str]:

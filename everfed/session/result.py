@@ -120,7 +120,7 @@ def at_chance(stream: Stream, summary: dict[str, Any]) -> str | None:
     if learned is None:
         return None
     chance = sum(1 / max(1, len(stream.labels(task))) for task in range(stream.tasks)) / stream.tasks
-    if learned > chance + 0.05:
+    if learned > chance + 0.05 or chance > 0.95:  # nothing is to be learned where a task has one class
         return None
     return (
         f"the model has learned nothing: {100 * learned:.1f} % among the classes of a task right after it was trained, "

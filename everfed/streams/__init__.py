@@ -20,8 +20,8 @@ from everfed.data.lazy import Joined, is_several, lazy_source
 from everfed.data.partition import FLWR_PREFIX, KINDS, columns_of, natural_clients
 from everfed.data.source import Columns, Source, make_source
 from everfed.data.sources import TextOptions, data_folder, load
+from everfed.data.tables import FILE, numbers_or_words
 from everfed.data.tables import SUFFIXES as TABLES
-from everfed.data.tables import numbers_or_words
 from everfed.data.targets import CLASSES
 from everfed.naming import load_object
 from everfed.streams.domain_incremental import TRANSFORMS
@@ -172,7 +172,8 @@ def _own_class(name: str, given: dict[str, Any], table: Mapping[str, Any]) -> St
 
 def _read(common: Options, aside: Collection[str], dataset: str | Path, data_dir: str | Path | None) -> Source:
     texts = TextOptions(common.encoder, common.max_train, common.max_test)
-    if common.label is not None and Path(dataset).suffix not in TABLES:
+    tables = Path(dataset).suffix in TABLES or FILE in aside
+    if common.label is not None and not tables:
         raise OptionError("label", f"names a column of a table ({', '.join(TABLES)}); {dataset} is none, leave it out")
     source = load(
         dataset,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from everfed.data import DataError, load
+from everfed.streams import from_datasets
 
 datasets = pytest.importorskip("datasets", reason="pip install 'everfed[hub]'")
 
@@ -85,6 +86,12 @@ def test_columns_that_are_not_there(monkeypatch, rows, message):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict({"train": split, "test": split}))
     with pytest.raises(DataError, match=message):
         load("hub:x")
+
+
+def test_a_set_in_memory_is_not_said_to_be_of_the_hub() -> None:
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]})
+    with pytest.raises(DataError, match=r"^the data set: has no column of images or of numbers; it has text, label"):
+        from_datasets(rows, rows, scenario="class-incremental", tasks=2, clients=1)
 
 
 def test_no_train_split(monkeypatch):

@@ -47,6 +47,16 @@ def test_a_model_that_keeps_all_classes_apart_has_learned() -> None:
     assert at_chance(ClassToy(), learned(0.8, class_il=0.45)) is None
 
 
+def test_a_task_of_one_class_cannot_be_guessed_wrongly() -> None:
+    """All of its samples are right however the model is: no word of another learning rate."""
+
+    class OneClassEach(ClassToy):
+        def labels(self, task: int) -> tuple[int, ...]:
+            return (task,)
+
+    assert at_chance(OneClassEach(), learned(1.0)) is None
+
+
 def test_other_scores_have_no_chance() -> None:
     assert at_chance(Toy(score="perplexity"), learned(0.0)) is None
 
