@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from everfed import wheels
-from everfed.errors import SettingError
+from everfed.errors import SettingError, UserError, described
 
 Made = TypeVar("Made")
 # where modules, and objects (`module:Name`), that recipes and saved models may name have moved to; the longest prefix
@@ -163,14 +163,21 @@ def load_object(name: str, key: str) -> Any:
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except UserError:
+        raise
+    except Exception as error:  # of the user's own module
         absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         where = f"it is neither in the current folder, {here}, nor in PYTHONPATH, nor installed"
-        why = where if absent else str(error)
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        why = (
+            where if absent else f"{kind}{error}" if isinstance(error, ImportError | SyntaxError) else described(error)
+        )
         raise NameProblem(f"{key} = {name!r}: module {module_name!r} cannot be imported: {why}") from error
     if not hasattr(module, attribute):
-        public = ", ".join(n for n in dir(module) if not n.startswith("_"))
-        raise NameProblem(f"{key} = {name!r}: module {module_name!r} has no {attribute!r}; it has {public}")
+        own = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+        public = [n for n in own if not n.startswith("_")]
+        meant = f"{nearest(attribute, public)} It has {', '.join(public)}" if public else ""
+        raise NameProblem(f"{key} = {name!r}: module {module_name!r} has no {attribute!r}.{meant}")
     found = getattr(module, attribute)
     _require_defined_here(found, module_name, name, key)
     return found

@@ -22,6 +22,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.option import TrainOptions
 from everfed.core.stream import HeldOut
 from everfed.core.tree import Tree
+from everfed.errors import SettingError
 
 if TYPE_CHECKING:
     from everfed.core.part import Part, Tables
@@ -305,7 +306,9 @@ class Server(Handle):
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 shape = tuple(value.shape)
-                raise TypeError(f"part {self.name!r}: report({name!r}) takes one number, not a tensor of shape {shape}")
+                raise SettingError(
+                    f"part {self.name!r}: report({name!r}) takes one number, not a tensor of shape {shape}"
+                )
             value = float(value)
         self.reports[name] = value
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from everfed.core.message import MODEL, Cached, Message, Model
 from everfed.core.tree import Tree
+from everfed.errors import SettingError
 
 if TYPE_CHECKING:
     from everfed.core.handle import Server
@@ -61,8 +62,12 @@ class Layout:
         """The layout of `module`; parameters whose name is `personal` come last in the vector."""
         trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         trainable.sort(key=lambda named: personal(named[0]))  # stable: keeps the module's order otherwise
-        if any(p.dtype != torch.float32 for _, p in trainable):
-            raise ValueError("trainable parameters must be float32; lower precision is an engine option")
+        for name, p in trainable:
+            if p.dtype != torch.float32:
+                raise SettingError(
+                    f"model: trainable parameters are {p.dtype} ({name}); they must be float32: call .float() on the "
+                    "network. Lower precision is an option of the engine"
+                )
         constants = _constants(module)
         buffers = [(n, b) for n, b in module.named_buffers() if n not in constants]
         return Layout(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -138,9 +139,14 @@ class Metrics:
         sums = [_measured(metric, scored) for metric in metrics]
         for metric, found in zip(metrics, sums, strict=True):
             try:
-                metric.value(found.tolist())
+                value = metric.value(found.tolist())
             except Exception as error:
                 raise _failure(metric, f"cannot make a value of {len(found)} sums", error) from error
+            if not isinstance(value, int | float | list | tuple | NoneType):
+                raise SettingError(
+                    f"eval.metrics: {metric.name!r} ({type(metric).__name__}): value() must give a number, a list or "
+                    f"table of numbers, or None; got {type(value).__name__}"
+                )
         return Metrics(metrics, facts, [len(found) for found in sums])
 
     def on_task(
@@ -206,10 +212,17 @@ class TaskSums:
 def _measured(metric: Metric, scored: Scored) -> Tensor:
     """(k,) float64 on the host. Raises SettingError that names the metric and the line."""
     try:
-        return torch.as_tensor(metric.measure(scored)).detach().to("cpu", torch.float64).reshape(-1)
+        found = metric.measure(scored)
     except Exception as error:
         what = f"fails on outputs {tuple(scored.outputs.shape)} and labels {tuple(scored.y.shape)}"
         raise _failure(metric, what, error) from error
+    try:
+        return torch.as_tensor(found).detach().to("cpu", torch.float64).reshape(-1)
+    except Exception:
+        raise SettingError(
+            f"eval.metrics: {metric.name!r} ({type(metric).__name__}): measure() must give a tensor of sums; got "
+            f"{type(found).__name__}"
+        ) from None
 
 
 def _failure(metric: Metric, what: str, error: Exception) -> SettingError:

@@ -22,6 +22,7 @@ from everfed.core.optimizer import Optimizer, Scales
 from everfed.core.part import Part, Seen, changing, check_step, overrides, seen
 from everfed.core.replica import Gradient, Gradients, GraphCut, Replica, normalised_apart
 from everfed.core.tree import Tree
+from everfed.errors import SettingError
 
 if TYPE_CHECKING:
     from everfed.core.trainer import Trainer
@@ -327,7 +328,7 @@ def _whole(changed: object, part: Part, replica: Replica) -> Tensor:
     if isinstance(changed, Tensor) and changed.shape == replica.params.shape:
         return changed
     found = f"a tensor of shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else type(changed).__name__
-    raise TypeError(
+    raise SettingError(
         f"part {part.name!r}: gradient() must return the gradient, or a vector of shape {tuple(replica.params.shape)} "
         f"made from gradient.vector, not {found}"
     )

@@ -146,7 +146,10 @@ def make_targets(
         train, test = storage_labels(y_train, name), storage_labels(y_test, name)
     if classes is None:
         classes = train.shape[1] if kind != CLASSES and not class_names else len(class_names or ())
-    return Targets(train, test, classes, tuple(map(str, class_names or range(classes))), kind)
+    named = tuple(map(str, class_names or range(classes)))
+    if kind == CLASSES:
+        _check_trained(name, train, test, named)
+    return Targets(train, test, classes, named, kind)
 
 
 def numbered_labels(
@@ -244,7 +247,8 @@ def _check_pair(name: str, part: str, x: Tensor, y: Tensor) -> None:
     if len(x) != len(y):
         raise DataError(f"{name}: {len(x)} {part} samples but {len(y)} {part} labels")
     if len(x) == 0:
-        raise DataError(f"{name}: the {part} part is empty")
+        few = "; a fifth is held out where a set has no test part, which takes 3 samples" if part == "test" else ""
+        raise DataError(f"{name}: the {part} part is empty{few}")
 
 
 def _check_classes(name: str, part: str, y: Tensor, classes: int) -> None:
@@ -253,6 +257,19 @@ def _check_classes(name: str, part: str, y: Tensor, classes: int) -> None:
         raise DataError(
             f"{name}: {part} labels run from {low} to {high}, allowed: 0 to {classes - 1}; if they are numbers to "
             "predict, stream.label_kind = 'regression'"
+        )
+
+
+def _check_trained(name: str, train: Tensor, test: Tensor, class_names: Sequence[str]) -> None:
+    """Raises DataError for labels of the test part that the train part lacks."""
+    labels, counts = test.unique(return_counts=True)
+    missing = [(int(y), int(n)) for y, n in zip(labels, counts, strict=True) if len(train) and not (train == y).any()]
+    if missing:
+        listed = ", ".join(f"{class_names[y] if 0 <= y < len(class_names) else y!r} ({n})" for y, n in missing[:8])
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise DataError(
+            f"{name}: the test part has classes (samples) that the train part lacks, so that nothing can learn them: "
+            f"{listed}{more}. Add samples to the train part, or remove these from the test part"
         )
 
 

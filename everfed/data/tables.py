@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -135,12 +136,21 @@ def _numbers(path: Path, name: str, values: np.ndarray, where: Where) -> np.ndar
     try:
         numbers = values.astype(np.float32)
     except (TypeError, ValueError) as problem:
+        word = next((str(value) for value in values if not _is_number(value)), "")
         raise DataError(
-            f"{path}: column {name!r} holds text; features are numbers: encode it, leave it out, or name it as the "
-            f"column of stream.partition ({problem})"
+            f"{path}: column {name!r} holds text such as {word!r}; features are numbers: encode it, leave it out, or "
+            "name it as the column of stream.partition"
         ) from problem
     _require_finite(path, name, numbers, where)
     return numbers
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _require_finite(path: Path, name: str, numbers: np.ndarray, where: Where) -> None:

@@ -53,6 +53,11 @@ def _table(source: Source) -> tuple[Table, str, str]:
         return source.model_dump(exclude_none=True, exclude_unset=True), "recipe", ""
     if isinstance(source, dict):
         return named(source), "recipe", ""
+    if not isinstance(source, str | Path):
+        raise RecipeError(
+            f"a recipe is a dict, a path, a Recipe or the name of a shipped one; got a {type(source).__name__}; a "
+            "stream goes into stream=..."
+        )
     name, label, text = _find(source)
     try:
         return {"name": name, **tomllib.loads(text)}, label, text

@@ -94,6 +94,8 @@ def assemble(
         return models.build(kind, stream.input_shape, stream.classes, recipe.seed, extra, channels_last, folder)
 
     module = bare_module()
+    if not any(True for _ in module.parameters()):
+        raise models.ModelError(f"model.kind = {recipe.model.kind!r} has no parameters, so there is nothing to train")
     facts, options = _facts(recipe, stream, module), _train_options(recipe)
     ctx = Context(recipe.seed, facts, options, phase="init")
 

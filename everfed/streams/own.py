@@ -284,7 +284,7 @@ class Feed:
         self._read += 1
 
     def _where(self) -> str:
-        return f"client {self.client}, period {self._read}"
+        return f"client {self.client}, period {self._read + 1}"
 
     def _prepared(self, period: Period) -> Arrived:
         x, y = self._checked(period.x, period.y)

@@ -72,5 +72,5 @@ def test_periods_of_an_own_function() -> None:
         yield features((6, 3)), Y
 
     stream = streams.from_function(make, classes=4, tasks=2, clients=1)
-    with pytest.raises(DataError, match="client 0, period 1: nan in column 4 of row 7"):
+    with pytest.raises(DataError, match="client 0, period 2: nan in column 4 of row 7"):
         stream.data(0, 1)

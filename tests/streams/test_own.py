@@ -136,10 +136,10 @@ def test_engines_agree_and_runs_resume(name: str) -> None:
 
 @pytest.mark.parametrize("run", [Bench.run, on_processes], ids=["eager", "processes"])
 def test_a_class_beyond_the_head_is_the_same_clear_error_everywhere(run: Callable[[Bench], Any]) -> None:
-    message = "client 0, period 1: class 2 does not fit the head, which has classes 0 to 1; set stream.classes"
+    message = "client 0, period 2: class 2 does not fit the head, which has classes 0 to 1; set stream.classes"
     with pytest.raises(ClientError, match=message) as caught:
         run(Bench("fedavg", stream=stream(classes=2, input_shape=[1, 4, 4], clients=1), train=TRAIN))
-    assert str(caught.value).startswith("client 0 failed in phase 'train' of round 3: client 0, period 1: class 2")
+    assert str(caught.value).startswith("client 0 failed in phase 'train' of round 3: client 0, period 2: class 2")
     assert type(caught.value.__cause__) is DataError
     assert is_user_error(caught.value)
 
@@ -259,7 +259,7 @@ def unlike(client: int) -> Any:
 )
 def test_samples_of_another_form_are_refused(given: dict[str, Any], client: int, form: str) -> None:
     own = from_function(unlike, classes=2, clients=2, tasks=1, rounds_per_task=1, **given)
-    with pytest.raises(DataError, match=f"client {client}, period 0: samples are {form}"):
+    with pytest.raises(DataError, match=f"client {client}, period 1: samples are {form}"):
         own.data(client, 0)
 
 
@@ -310,12 +310,12 @@ def test_the_command_line_names_the_class_that_does_not_fit(folder: Path, tmp_pa
     run = ["run", str(EXAMPLES / "growing_folder.toml"), "--set", f"engine.kind={engine}", "--out"]
     outcome = CliRunner().invoke(app, [*run, str(tmp_path / "one")])
     assert outcome.exit_code == 2
-    assert "client 0, period 0: class 11 does not fit the head" in outcome.output
+    assert "client 0, period 1: class 11 does not fit the head" in outcome.output
     put(folder, 0, 0, classes=2)
     put(folder, 0, 1, classes=12)
     outcome = CliRunner().invoke(app, [*run, str(tmp_path / "two")])
     assert outcome.exit_code == 2
     assert "growing_folder.toml, line 8: client 0 failed in phase" in outcome.output  # where the head gets its width
-    assert "round 6: client 0, period 1: class 11 does not fit the head" in outcome.output
+    assert "round 6: client 0, period 2: class 11 does not fit the head" in outcome.output
     assert "set stream.classes to as many as may ever appear" in outcome.output
     assert "Traceback" not in outcome.output

@@ -261,9 +261,9 @@ def test_periods_of_ones_own_are_scored_on_every_clients_tests(kind: str) -> Non
 def test_a_server_without_data_knows_the_shape_of_targets() -> None:
     assert arriving("labels", input_shape=[FEATURES]).test(0).y.shape == (0, 3)
     assert arriving("number", input_shape=[FEATURES]).test(0).y.dtype == torch.float32
-    with pytest.raises(DataError, match="client 0, period 0: targets have 3 columns, expected stream.classes = 2"):
+    with pytest.raises(DataError, match="client 0, period 1: targets have 3 columns, expected stream.classes = 2"):
         arriving("labels", classes=2)
-    with pytest.raises(DataError, match=r"client 0, period 0: targets are float64 of shape \(15,\); allowed: several"):
+    with pytest.raises(DataError, match=r"client 0, period 1: targets are float64 of shape \(15,\); allowed: several"):
         arriving("number", label_kind="multi-label")
 
 
