@@ -168,10 +168,8 @@ def load_object(name: str, key: str) -> Any:
     except Exception as error:  # of the user's own module
         absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         where = f"it is neither in the current folder, {here}, nor in PYTHONPATH, nor installed"
-        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
-        why = (
-            where if absent else f"{kind}{error}" if isinstance(error, ImportError | SyntaxError) else described(error)
-        )
+        own = f"SyntaxError: {error}" if isinstance(error, SyntaxError) else described(error)
+        why = where if absent else str(error) if isinstance(error, ImportError) else own
         raise NameProblem(f"{key} = {name!r}: module {module_name!r} cannot be imported: {why}") from error
     if not hasattr(module, attribute):
         own = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module_name]

@@ -66,7 +66,7 @@ def says(*arguments: str, code: int = 2) -> str:
         (NET + "    def forward(self, x): return x[:, :3]\n", "--set model.kind={m}:Net",
          "has no parameters, so there is nothing to train"),
         (NET + "        self.out = nn.Linear(4, classes).double()\n    def forward(self, x): return self.out(x)\n",
-         "--set model.kind={m}:Net", "trainable parameters are torch.float64 (out.weight); they must be float32: call .float()"),
+         "--set model.kind={m}:Net", "trainable parameters are torch.float64 (out.weight); they must be float32"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_ones_own_code(code: str, arguments: str, words: str) -> None:
