@@ -172,8 +172,8 @@ def load_object(name: str, key: str) -> Any:
         why = where if absent else str(error) if isinstance(error, ImportError) else own
         raise NameProblem(f"{key} = {name!r}: module {module_name!r} cannot be imported: {why}") from error
     if not hasattr(module, attribute):
-        own = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-        public = [n for n in own if not n.startswith("_")]
+        made = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+        public = [n for n in made if not n.startswith("_")]
         meant = f"{nearest(attribute, public)} It has {', '.join(public)}" if public else ""
         raise NameProblem(f"{key} = {name!r}: module {module_name!r} has no {attribute!r}.{meant}")
     found = getattr(module, attribute)

@@ -355,6 +355,7 @@ def plan_sweep(
     side, 0 where that is not known. Raises UserError."""
     if not axes or not all(axes):
         raise RecipeError("the grid is empty; give a key and its values, such as train.optimizer.lr=0.01,0.1")
+    axes = [list(dict.fromkeys(axis)) for axis in axes]
     combinations = _combinations(axes, trials, search)
     base = read(recipe, method=method, sets=[*sets, *combinations[0]])
     held_out = _held_out(base, [*sets, *combinations[0]], own=stream is not None)

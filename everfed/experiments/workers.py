@@ -193,6 +193,7 @@ def _receive(
     try:
         kind, content = worker.pipe.recv()
     except (EOFError, OSError):
+        worker.process.join(1.0)  # so that its own exit code is named, not that of being stopped
         worker.stop()
         how = _death(worker)
         if _with_fewer(worker, f"its process {how}", queue, workers, pace):
