@@ -215,3 +215,8 @@ def test_a_cell_with_a_stopped_seed_is_never_the_best() -> None:
     outcomes = [Outcome(jobs[0], scored[0]), Outcome(jobs[1], scored[0]), Outcome(jobs[2], scored[1]),
                 Outcome(jobs[3], None, "behind", stopped=True)]  # fmt: skip
     assert [row.runs for row in rows(outcomes)] == ["2/2", "1/2, 1 stopped early"]
+
+
+def test_a_value_named_twice_is_one_cell() -> None:
+    says("sweep", "tiny.toml", "--grid", "train.optimizer.lr=0.1,0.1", "--out", "s", "--jobs", "2")
+    assert cells("s") == ["--set train.optimizer.lr=0.1"]

@@ -16,8 +16,8 @@ import torch
 
 from everfed.core.data import Data
 from everfed.core.method import Method
+from everfed.core.option import EvalOptions
 from everfed.core.phase import EVALUATE, Phase
-from everfed.core.run_options import EvalOptions
 from everfed.core.server import RunState, phases_of
 from everfed.core.stream import Stream
 from everfed.session.assembly import Run, fingerprint
