@@ -258,7 +258,7 @@ def test_refusals_name_line_key_and_what_is_allowed(tmp_path: Path, old: str, ne
 def test_unknown_keys_list_the_allowed_ones(tmp_path: Path) -> None:
     message = refused(SMALL.replace("rounds_per_task", "rounds"), tmp_path)
     assert message.endswith(
-        "Allowed: rounds_per_task, optimizer, local_epochs, batch_size, sync_every, logits, drop_last"
+        "Allowed: rounds_per_task, optimizer, local_epochs, batch_size, sync_every, logits, drop_last, micro_batch"
     )
 
 

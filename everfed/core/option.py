@@ -194,6 +194,9 @@ class TrainOptions(HasOptions):
     logits: str = option("full", one_of=RULES, about="which outputs the task loss sees")
     drop_last: bool = option(False, about="leave out an epoch's last batch where it is smaller")
     batchnorm: str = option("mean", one_of=get_args(Statistics))  # model.batchnorm
+    micro_batch: int = option(
+        0, at_least=0, about="samples of a step whose activations are held at once: less memory, more time; 0: all"
+    )
 
     option_prefix = "train."
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from everfed.core.context import Context
 from everfed.core.data import Data, Schedule, Table, minibatches, take_rows
@@ -75,11 +76,13 @@ class Trainer:
         device: torch.device | str = "cpu",
         precision: str = "fp32",
         forward_part: Part | None = None,
+        micro_batch: int = 0,
     ) -> None:
         self.stream = StreamView(stream)
         self.device = torch.device(device)
         self.precision = precision
         self.forward_part = forward_part
+        self.micro_batch = micro_batch
         self._build_module = build_module
         self.replica = Replica(build_module(), layout, self.device, precision)
         self.network: Callable[[Tensor], Tensor] = self.replica.module
@@ -183,6 +186,14 @@ class Trainer:
         return self._network(inputs, state or {}, message or {})
 
     def _network(self, inputs: Tensor, state: State, message: Mapping[str, Tree]) -> Tensor:
+        """The activations of one micro-batch at a time are computed again in the backward pass, so that losses see all
+        outputs and only these activations are held."""
+        if not 0 < self.micro_batch < len(inputs) or not torch.is_grad_enabled():
+            return self._forward(inputs, state, message)
+        chunks = inputs.split(self.micro_batch)
+        return torch.cat([checkpoint(self._forward, one, state, message, use_reentrant=False) for one in chunks])
+
+    def _forward(self, inputs: Tensor, state: State, message: Mapping[str, Tree]) -> Tensor:
         part = self.forward_part
         if part is None:
             return self.network(inputs)

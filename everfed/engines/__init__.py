@@ -110,9 +110,13 @@ def build(
         _set_precision(precision(section))
         if where.index is not None:
             torch.cuda.set_device(where)  # Triton launches on the current device, wherever its tensors are
-    if kind == "auto":
-        kind = "graphs" if where.type == "cuda" else _faster_on_cpu(section, setup, build_module)
+    if kind == "auto" and where.type == "cuda":
+        kind = "eager" if setup.options.micro_batch else "graphs"  # what is computed again cannot be captured
+    elif kind == "auto":
+        kind = _faster_on_cpu(section, setup, build_module)
     if kind == "graphs":
+        if setup.options.micro_batch:
+            raise EngineError("engine.kind = 'graphs' takes no train.micro_batch; use auto or eager")
         from everfed.engines.graphs import Graphs
 
         how = (str(where), precision(section), section.slots, section.compile)

@@ -18,6 +18,7 @@ from everfed.core.message import Message, Model, State, addressed, unwrap
 from everfed.core.phase import Phase
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
+from everfed.errors import SettingError
 from everfed.store.clients import ClientStore
 
 BuildModule = Callable[[], torch.nn.Module]
@@ -76,8 +77,14 @@ def new_trainer(
     kind: type[Trainer] = Trainer,
 ) -> Trainer:
     """A trainer for this run's clients that runs every step as it comes."""
-    forward_part = setup.method.owner("forward")
-    return kind(setup.stream, setup.facts.layout, build_module, device, precision, forward_part)
+    forward_part, micro_batch = setup.method.owner("forward"), setup.options.micro_batch
+    trainer = kind(setup.stream, setup.facts.layout, build_module, device, precision, forward_part, micro_batch)
+    if micro_batch and trainer.replica.mixes_samples:
+        raise SettingError(
+            f"train.micro_batch = {micro_batch}, but this network has layers that look at a whole batch, such as batch "
+            "normalisation; leave it out, or take a network without them"
+        )
+    return trainer
 
 
 class Eager(OneTrainer):
