@@ -28,7 +28,7 @@ def data_folder(data_dir: str | Path | None = None) -> Path | None:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """One layout of a set on disk.
 
     folders: places below the data folder. files: the files or folders needed there, each as alternative names. read:
@@ -53,13 +53,13 @@ class KnownSet:
     """A named set: the layouts it is read in (first found wins), where it is published and what it is. classes: None
     where its files name them, or it has none."""
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[FileLayout, ...]
     get_it: str
     about: str = ""
     classes: int | None = None
     class_names: tuple[str, ...] | None = None
 
-    def find(self, root: Path | None) -> tuple[Layout, Files] | None:
+    def find(self, root: Path | None) -> tuple[FileLayout, Files] | None:
         """The first layout whose files are all there."""
         found = ((layout, layout.find(root)) for layout in self.layouts if root)
         return next(((layout, files) for layout, files in found if files), None)
@@ -82,8 +82,8 @@ class KnownSet:
         raise DataError(f"data set {name!r}{problem}. {remedy}")
 
 
-def _npz(*stems: str) -> Layout:
-    return Layout(("", stems[0]), (tuple(f"{s}.npz" for s in stems),), lambda files: formats.read_npz(files[0]))
+def _npz(*stems: str) -> FileLayout:
+    return FileLayout(("", stems[0]), (tuple(f"{s}.npz" for s in stems),), lambda files: formats.read_npz(files[0]))
 
 
 def _idx_names(stem: str) -> tuple[str, ...]:
@@ -122,10 +122,10 @@ def _beside_names(files: Files) -> Arrays:
     return read_image_folder(files[0].parent)
 
 
-def _idx_layout(prefix: str, test: str, folders: tuple[str, ...], read: Callable[[Files], Arrays]) -> Layout:
+def _idx_layout(prefix: str, test: str, folders: tuple[str, ...], read: Callable[[Files], Arrays]) -> FileLayout:
     parts = (f"{prefix}train", f"{prefix}{test}")
     stems = [f"{part}-{kind}" for part in parts for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
-    return Layout(folders, tuple(_idx_names(stem) for stem in stems), read)
+    return FileLayout(folders, tuple(_idx_names(stem) for stem in stems), read)
 
 
 _EMNIST_DIGITS = KnownSet(
@@ -155,8 +155,10 @@ KNOWN: Mapping[str, KnownSet] = {
     "usps": KnownSet(
         (
             _npz("usps"),
-            Layout(_USPS, (("zip.train", "zip.train.gz"), ("zip.test", "zip.test.gz")), _pairs(formats.read_usps_text)),
-            Layout(_USPS, (("usps", "usps.bz2"), ("usps.t", "usps.t.bz2")), _pairs(formats.read_usps_svmlight)),
+            FileLayout(
+                _USPS, (("zip.train", "zip.train.gz"), ("zip.test", "zip.test.gz")), _pairs(formats.read_usps_text)
+            ),
+            FileLayout(_USPS, (("usps", "usps.bz2"), ("usps.t", "usps.t.bz2")), _pairs(formats.read_usps_svmlight)),
         ),
         "https://hastie.su.domains/ElemStatLearn/data.html (zip.train.gz, zip.test.gz)",
         classes=10,
@@ -165,7 +167,9 @@ KNOWN: Mapping[str, KnownSet] = {
     "svhn": KnownSet(
         (
             _npz("svhn"),
-            Layout(("", "svhn", "SVHN"), (("train_32x32.mat",), ("test_32x32.mat",)), _pairs(formats.read_svhn_mat)),
+            FileLayout(
+                ("", "svhn", "SVHN"), (("train_32x32.mat",), ("test_32x32.mat",)), _pairs(formats.read_svhn_mat)
+            ),
         ),
         "http://ufldl.stanford.edu/housenumbers/ (train_32x32.mat, test_32x32.mat)",
         classes=10,
@@ -174,7 +178,7 @@ KNOWN: Mapping[str, KnownSet] = {
     "cifar10": KnownSet(
         (
             _npz("cifar10"),
-            Layout(
+            FileLayout(
                 ("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10"),
                 (*((f"data_batch_{i}.bin",) for i in range(1, 6)), ("test_batch.bin",)),
                 _read_cifar10,
@@ -187,7 +191,7 @@ KNOWN: Mapping[str, KnownSet] = {
     "cifar100": KnownSet(
         (
             _npz("cifar100"),
-            Layout(
+            FileLayout(
                 ("cifar-100-binary", "cifar100/cifar-100-binary", "cifar100"),
                 (("train.bin",), ("test.bin",)),
                 _read_cifar100,
@@ -199,12 +203,12 @@ KNOWN: Mapping[str, KnownSet] = {
     "tiny-imagenet": KnownSet(
         (
             _npz("tiny-imagenet", "tiny_imagenet"),
-            Layout(
+            FileLayout(
                 ("tiny-imagenet-200", "tiny-imagenet/tiny-imagenet-200", "tiny-imagenet", "tiny_imagenet"),
                 (("val/val_annotations.txt",),),
                 read_tiny_imagenet,
             ),
-            Layout(("tiny-imagenet", "tiny_imagenet"), (("names.json",),), _beside_names),
+            FileLayout(("tiny-imagenet", "tiny_imagenet"), (("names.json",),), _beside_names),
         ),
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip, unpacked",
     ),

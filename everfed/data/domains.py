@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from everfed.data import published
-from everfed.data.catalogue import Files, KnownSet, Layout, data_folder
+from everfed.data.catalogue import FileLayout, Files, KnownSet, data_folder
 from everfed.data.formats import Arrays, split_arrays
 from everfed.data.images import class_folders, decoded, listed
 from everfed.data.source import Source, make_source
@@ -188,10 +188,10 @@ def _listed_by(path: Path) -> published.Files:
     return [(path.parent / name, int(label)) for name, label in rows]
 
 
-def _folders(name: str, domains: tuple[str, ...], places: tuple[str, ...], size: int) -> Layout:
+def _folders(name: str, domains: tuple[str, ...], places: tuple[str, ...], size: int) -> FileLayout:
     """A folder of every domain. size: of decoded images."""
     files = tuple((domain,) for domain in domains)
-    return Layout(places, files, lambda found: read_domain_folders(name, found[0].parent, domains, size))
+    return FileLayout(places, files, lambda found: read_domain_folders(name, found[0].parent, domains, size))
 
 
 _PLACES = ("", "office_caltech10", "surf")
@@ -210,8 +210,8 @@ KNOWN: Mapping[str, KnownSet] = {
     ),
     "office-caltech10": KnownSet(
         (
-            Layout(_PLACES, (("office_caltech10.npz",),), _from_npz),
-            Layout(_PLACES, tuple((name,) for name in _SURF_FILES), _from_mats),
+            FileLayout(_PLACES, (("office_caltech10.npz",),), _from_npz),
+            FileLayout(_PLACES, tuple((name,) for name in _SURF_FILES), _from_mats),
             _folders("office-caltech10", _OFFICE_CALTECH, _OFFICE_FOLDERS, 300),
         ),
         "https://github.com/jindongwang/transferlearning/tree/master/data (images, or SURF features)",
@@ -228,7 +228,7 @@ KNOWN: Mapping[str, KnownSet] = {
         "https://sketchx.eecs.qmul.ac.uk/downloads/ (PACS)",
     ),
     "domainnet": KnownSet(
-        (Layout(("domainnet", "DomainNet"), (("clipart_train.txt",),), _read_domainnet),),
+        (FileLayout(("domainnet", "DomainNet"), (("clipart_train.txt",),), _read_domainnet),),
         "https://ai.bu.edu/M3SDA/ (the six archives and their train and test lists)",
     ),
 }

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from everfed.data.catalogue import KnownSet, Layout
+from everfed.data.catalogue import FileLayout, KnownSet
 from everfed.data.formats import TEST_FRACTION
 from everfed.data.images import class_folders, listed, read_picture
 from everfed.data.lazy import Samples, cache_folder
@@ -51,7 +51,9 @@ def image_set(
         root = files[0].parent if needed else files[0]
         return lazy_images(name, read(root), root, size, crop)
 
-    return KnownSet(tuple(Layout((below,), ((needed,),), partial(load, needed)) for below, needed in folders), get_it)
+    return KnownSet(
+        tuple(FileLayout((below,), ((needed,),), partial(load, needed)) for below, needed in folders), get_it
+    )
 
 
 def lazy_images(name: str, listing: Listing, root: Path, size: int, crop: bool) -> Source:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from everfed.data.catalogue import KnownSet, Layout, data_folder
+from everfed.data.catalogue import FileLayout, KnownSet, data_folder
 from everfed.data.detection import from_corners
 from everfed.data.images import SUFFIXES, read_picture
 from everfed.errors import DataError
@@ -129,7 +129,7 @@ def _carla(read: Folder) -> Folder:
 
 
 CARLA = KnownSet(
-    (Layout(("carla",), (("train.json",),), lambda files: _carla(read_coco(files[0].parent))),),
+    (FileLayout(("carla",), (("train.json",),), lambda files: _carla(read_coco(files[0].parent))),),
     "https://github.com/DanielHfnr/Carla-Object-Detection-Dataset",
 )
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from everfed.data.catalogue import KnownSet, Layout
+from everfed.data.catalogue import FileLayout, KnownSet
 from everfed.data.formats import TEST_FRACTION, json_lines, read_names
 from everfed.data.split import SPLIT_SEED, held_out, thinned
 from everfed.errors import DataError
@@ -136,19 +136,19 @@ def _lines(path: Path) -> Iterator[str]:
 _ZHANG = "Zhang et al. (2015), https://github.com/zhangxiangxiao/Crepe: the folder {} with train.csv and test.csv"
 
 
-def _read_with(read: Callable[[Path], Iterator[TextRow]], *places: str) -> Layout:
-    return Layout(("",), (places,), lambda files: read(files[0]))
+def _read_with(read: Callable[[Path], Iterator[TextRow]], *places: str) -> FileLayout:
+    return FileLayout(("",), (places,), lambda files: read(files[0]))
 
 
-def _jsonl(stem: str) -> Layout:
+def _jsonl(stem: str) -> FileLayout:
     return _read_with(read_jsonl, f"text/{stem}{SUFFIX}", f"{stem}{SUFFIX}")
 
 
-def _csv(folder: str) -> Layout:
+def _csv(folder: str) -> FileLayout:
     return _read_with(read_zhang_csv, folder, f"text/{folder}")
 
 
-def _in_scope(layout: Layout) -> Layout:
+def _in_scope(layout: FileLayout) -> FileLayout:
     """CLINC150 without the utterances that belong to none of its intents."""
     return replace(layout, read=lambda files: (row for row in layout.read(files) if "oos" not in (row.name, row.label)))
 

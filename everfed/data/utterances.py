@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from everfed.data.catalogue import KnownSet, Layout, data_folder
+from everfed.data.catalogue import FileLayout, KnownSet, data_folder
 from everfed.data.formats import json_lines
 from everfed.errors import DataError
 from everfed.naming import places
@@ -43,7 +43,7 @@ def _known(file: str, time: str, about: str) -> KnownSet:
     """time: the field that holds it."""
     stands_for = "the private voice-assistant transcripts of the coordinated replay paper"
     name = Path(file).stem
-    layout = Layout(("utterances", ""), ((file,),), lambda files: read_utterances(files[0], name, time, stands_for))
+    layout = FileLayout(("utterances", ""), ((file,),), lambda files: read_utterances(files[0], name, time, stands_for))
     return KnownSet((layout,), f"who has it: it is not published ({file}: {about})")
 
 

@@ -13,7 +13,7 @@ _ON_TOP = "fedgp+"
 
 
 @dataclass(frozen=True)
-class Paper:
+class Citation:
     """key: of its BibTeX entry."""
 
     key: str
@@ -44,17 +44,17 @@ class Paper:
 
 
 @cache
-def _papers() -> dict[str, Paper]:
+def _papers() -> dict[str, Citation]:
     """By the name of a method or part."""
     table = tomllib.loads(resources.files("everfed.methods").joinpath("papers.toml").read_text(encoding="utf-8"))
     found = {}
     for key, entry in table.items():
-        paper = Paper(key, entry["authors"], entry["title"], entry["venue"], entry["year"])
+        paper = Citation(key, entry["authors"], entry["title"], entry["venue"], entry["year"])
         found.update(dict.fromkeys(entry.get("names", [key]), paper))
     return found
 
 
-def papers(method: str) -> list[Paper]:
+def papers(method: str) -> list[Citation]:
     """Of a method's name, its own first: that of the preset, else those of its parts beside averaging."""
     base = canonical(method).removeprefix(_ON_TOP)
     base = ALIASES.get(base, base)

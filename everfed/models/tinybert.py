@@ -34,7 +34,7 @@ class Embedding(nn.Module):
         return out
 
 
-class Attention(nn.Module):
+class MaskedAttention(nn.Module):
     """Every token looks at every token that is not padding."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -60,7 +60,7 @@ class Layer(nn.Module):
 
     def __init__(self, width: int, heads: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
-        self.attention = Attention(width, heads, dropout)
+        self.attention = MaskedAttention(width, heads, dropout)
         self.attention_norm = nn.LayerNorm(width, _EPSILON)
         self.wide = nn.Linear(width, feed_forward)
         self.narrow = nn.Linear(feed_forward, width)

@@ -9,7 +9,7 @@ from typing import Any
 
 from everfed import metrics
 from everfed.experiments.papers.measures import Sample, from_events
-from everfed.experiments.papers.planning import Cell, Experiment
+from everfed.experiments.papers.planning import Experiment, TableCell
 from everfed.experiments.papers.tables import PrintedCell, Stated, TableMetric
 
 M1 = [[0.9, 0.1, 0.2], [0.6, 0.8, 0.1], [0.5, 0.7, 0.85]]  # a worked example; rows are tasks learned
@@ -59,9 +59,9 @@ def target(value: float | None, std: float | None = None, method: str = "FedAvg"
     return PrintedCell("FedGP", "T1", "MNIST", "K=10", method, "Acc_T", value, std, text or str(value))
 
 
-def cell(method: str = "FedAvg", value: float | None = 50.0, std: float | None = None, **changes: Any) -> Cell:
+def cell(method: str = "FedAvg", value: float | None = 50.0, std: float | None = None, **changes: Any) -> TableCell:
     """A cell of a column "MNIST" whose run is known by the method's name; the baseline of none."""
-    made = Cell(
+    made = TableCell(
         dataset="MNIST",
         setting="K=10",
         method=method,

@@ -8,12 +8,12 @@ import pytest
 
 from everfed.experiments.papers.judging import Judged, judge
 from everfed.experiments.papers.measures import Sample
-from everfed.experiments.papers.planning import Cell, Experiment
+from everfed.experiments.papers.planning import Experiment, TableCell
 from everfed.experiments.papers.tables import TableMetric
 from tests.papers.made import STREAM, accuracy, cell, sample, target
 
 
-def judged(cells: list[Cell], **accuracies: list[float]) -> list[Judged]:
+def judged(cells: list[TableCell], **accuracies: list[float]) -> list[Judged]:
     """Cells with the accuracies of their methods' runs, seed by seed."""
     runs = {
         Experiment("recipe", method.replace("_", "+")): {seed: accuracy(value) for seed, value in enumerate(values)}
@@ -22,7 +22,7 @@ def judged(cells: list[Cell], **accuracies: list[float]) -> list[Judged]:
     return judge(cells, runs)
 
 
-def pair(paper: float = 50.0, baseline: float = 40.0, std: float | None = None) -> list[Cell]:
+def pair(paper: float = 50.0, baseline: float = 40.0, std: float | None = None) -> list[TableCell]:
     """DER, and DER+FedGP as it is printed."""
     improved = cell("DER+FedGP", paper, std, baseline="DER", claimed=paper - baseline)
     return [cell("DER", baseline), improved]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from everfed.errors import UserError
-from everfed.experiments.papers import planning
-from everfed.experiments.papers.planning import Cell, Experiment, experiments, plan
+from everfed.experiments.papers.planning import Experiment, TableCell, experiments, plan
 from everfed.experiments.papers.tables import find, tables
 from everfed.methods import registry as methods
 from everfed.recipe import read, settled
 
 
-def one(table: str, **names: str) -> Cell:
+def one(table: str, **names: str) -> TableCell:
     (found,) = (c for c in plan(find(table)) if all(getattr(c, key) == value for key, value in names.items()))
     return found
 
@@ -117,21 +116,6 @@ def test_a_cell_may_need_another_methods_run() -> None:
     assert cell.against == Experiment("fedssi/table5-cifar10", "fedavg")
     (chosen,) = plan(find("fedssi/table5"), methods=["lwf"])
     assert experiments([chosen]) == [cell.experiment, cell.against]
-
-
-def test_why_cells_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "names", lambda: frozenset({"fedavg", "fedgp"}))
-    monkeypatch.setattr("everfed.recipe.shipped.names", lambda: ["fedgp/table1-rotated-mnist"])
-    reasons = {(c.dataset.split("-")[0], c.experiment.method): c.missing for c in plan(find("fedgp/table1"))}
-    assert reasons["rotated", "fedavg"] == reasons["rotated", "fedgp"] == ""
-    assert reasons["rotated", "ideal"] == "method ideal is not in everfed"
-    assert reasons["permuted", "fedavg"] == "recipe fedgp/table1-permuted-mnist is not shipped"
-    assert len(experiments(plan(find("fedgp/table1")))) == 2
-
-
-def test_a_cell_is_missing_with_the_run_it_is_measured_against(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "names", lambda: frozenset({"lwf"}))
-    assert one("fedssi/table5", method="FL+LwF").missing == "method fedavg is not in everfed"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 from everfed.experiments.papers import shortfall
 from everfed.experiments.papers.measures import Sample, measure
-from everfed.experiments.papers.planning import Cell, Experiment, experiments, plan
+from everfed.experiments.papers.planning import Experiment, TableCell, experiments, plan
 from everfed.experiments.papers.records import Record, differences, settings_of
 from everfed.experiments.papers.tables import Stated, tables
 from everfed.metrics import PairedDifference, Spread, covers, gap, levels, mean_and_deviation, paired_by_seed
@@ -45,7 +45,7 @@ class Judged:
     lacking: why its runs are not the paper's experiment. level: of `acceptance.levels` or DIVERGED, "" where it is not
     judged: why."""
 
-    cell: Cell
+    cell: TableCell
     values: Mapping[int, float]
     spread: Spread | None
     paper: float | None
@@ -71,7 +71,7 @@ class Judged:
         return "; ".join(filter(None, [self.level if self.level != DIVERGED else "", self.why, seeds]))
 
 
-def judge(cells: Iterable[Cell], runs: Runs) -> list[Judged]:
+def judge(cells: Iterable[TableCell], runs: Runs) -> list[Judged]:
     """Every cell of a table with its number and its verdicts."""
     found = list(cells)
     printed = {(cell.place, cell.method): cell.target.value for cell in found if cell.target}
@@ -82,7 +82,7 @@ def judge(cells: Iterable[Cell], runs: Runs) -> list[Judged]:
     return _with_levels([replace(one, effect=_effect(one, baseline)) for one, baseline in pairs])
 
 
-def _measured(cell: Cell, runs: Runs, paper: float | None) -> Judged:
+def _measured(cell: TableCell, runs: Runs, paper: float | None) -> Judged:
     own = {} if cell.missing else runs.get(cell.experiment, {})
     diverged = tuple(seed for seed, run in sorted(own.items()) if run.diverged)
     values = _values(cell, runs, own)
@@ -92,7 +92,7 @@ def _measured(cell: Cell, runs: Runs, paper: float | None) -> Judged:
     return replace(one, why=_why_not(one))
 
 
-def _lacking(cell: Cell, runs: Sequence[Sample]) -> tuple[str, ...]:
+def _lacking(cell: TableCell, runs: Sequence[Sample]) -> tuple[str, ...]:
     """Why these runs are not the experiment whose number is printed, each reason once."""
     if cell.target is None:
         return ()
@@ -102,7 +102,7 @@ def _lacking(cell: Cell, runs: Sequence[Sample]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reasons))
 
 
-def _values(cell: Cell, runs: Runs, own: Mapping[int, Sample]) -> dict[int, float]:
+def _values(cell: TableCell, runs: Runs, own: Mapping[int, Sample]) -> dict[int, float]:
     others = runs.get(cell.against, {}) if cell.against else {}
     found = {}
     for seed, run in sorted(own.items()):
@@ -116,11 +116,11 @@ def _values(cell: Cell, runs: Runs, own: Mapping[int, Sample]) -> dict[int, floa
     return found
 
 
-def _as_seen(run: Sample, cell: Cell, against: Sample | None = None) -> Sample:
+def _as_seen(run: Sample, cell: TableCell, against: Sample | None = None) -> Sample:
     return replace(run, task=cell.task, logits=cell.logits, against=against)
 
 
-def _paper(cell: Cell, printed: Mapping[tuple[tuple[str, str, str], str], float | None]) -> float | None:
+def _paper(cell: TableCell, printed: Mapping[tuple[tuple[str, str, str], str], float | None]) -> float | None:
     """The printed number; of a ratio, that of the method over that of the other one."""
     value = cell.target.value if cell.target else None
     if cell.measured.unit != "ratio" or value is None:

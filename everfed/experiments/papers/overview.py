@@ -12,7 +12,7 @@ from typing import Any
 
 from everfed.experiments.papers import shortfall
 from everfed.experiments.papers.judging import DIVERGED, NOT_JUDGED, Judged, Runs, judge, lacking, runs_of
-from everfed.experiments.papers.planning import Cell, Experiment, experiments, plan
+from everfed.experiments.papers.planning import Experiment, TableCell, experiments, plan
 from everfed.experiments.papers.records import Record, read_all
 from everfed.experiments.papers.reproducing import seeds_of
 from everfed.experiments.papers.shortfall import SETS, domains_of
@@ -78,7 +78,7 @@ def _cost(experiment: Experiment, seeds: int, scale: float) -> float | None:
     return None if one is None else one * seeds
 
 
-def _lacking(cell: Cell) -> str:
+def _lacking(cell: TableCell) -> str:
     """What the recipe itself lacks of the experiment that the paper states."""
     if cell.missing or cell.stated is None:
         return ""
@@ -302,7 +302,7 @@ def planned(prefix: str, runs: Runs) -> list[Plan]:
     return [one for one in found if one.runs is None or one.done != one.runs]
 
 
-def identity(cell: Cell) -> tuple[object, ...]:
+def identity(cell: TableCell) -> tuple[object, ...]:
     """Equal for cells that show the same number of the same runs."""
     return cell.experiment, cell.against, cell.measured.measure, cell.measured.unit, cell.logits, cell.task
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -11,7 +11,6 @@ from everfed.errors import UserError
 from everfed.experiments.papers.tables import CellGroup, PaperTable, PrintedCell, Stated, TableMetric, printed
 from everfed.metrics.acceptance import never_compared
 from everfed.recipe import read
-from everfed.recipe import shipped as recipes
 from everfed.recipe.problems import suggestion
 from everfed.recipe.schema import Logits
 
@@ -26,7 +25,7 @@ class Experiment:
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """One cell in the paper's words, and how to get its number.
 
     target: what the paper prints, if it does. experiment: the run that gives it; against: the other one it needs.
@@ -65,13 +64,10 @@ class Cell:
         return self.dataset, self.setting, self.metric
 
 
-def plan(table: PaperTable, methods: Sequence[str] = (), columns: Sequence[str] = ()) -> list[Cell]:
+def plan(table: PaperTable, methods: Sequence[str] = (), columns: Sequence[str] = ()) -> list[TableCell]:
     """Every cell of `table`, in the file's order; only those of `methods` (everfed's names or the paper's) and of the
     columns whose name contains one of `columns`, where any are given. Raises UserError for a name that fits nothing."""
-    known = _Known(names(), frozenset(recipes.names()))
-    found = [_cell(table, block, setting, method, metric, target, known)
-             for block, setting, method, metric, target in _places(table)]  # fmt: skip
-    found = _with_claims(table, found)
+    found = _with_claims(table, [_cell(table, *place) for place in _places(table)])
     wanted = _wanted_methods(table, methods)
     chosen = [cell for cell in found if cell.method in wanted and _in(cell.dataset, columns)]
     if found and not chosen:
@@ -80,23 +76,10 @@ def plan(table: PaperTable, methods: Sequence[str] = (), columns: Sequence[str] 
     return chosen
 
 
-def names() -> frozenset[str]:
-    """The methods there are."""
-    from everfed.methods import registry as methods
-
-    return frozenset(methods.names())
-
-
-def experiments(cells: Iterable[Cell]) -> list[Experiment]:
+def experiments(cells: Iterable[TableCell]) -> list[Experiment]:
     """The experiments of the cells that can be run, each once, in order."""
     needed = [run for cell in cells if not cell.missing for run in (cell.experiment, cell.against) if run]
     return list(dict.fromkeys(needed))
-
-
-@dataclass(frozen=True)
-class _Known:
-    methods: Collection[str]
-    recipes: Collection[str]
 
 
 _Place = tuple[CellGroup, str, str, str, PrintedCell | None]
@@ -134,18 +117,12 @@ def _declared(table: PaperTable, block: CellGroup) -> Iterator[tuple[str, str, s
 
 
 def _cell(
-    table: PaperTable,
-    block: CellGroup,
-    setting: str,
-    method: str,
-    metric: str,
-    target: PrintedCell | None,
-    known: _Known,
-) -> Cell:
+    table: PaperTable, block: CellGroup, setting: str, method: str, metric: str, target: PrintedCell | None
+) -> TableCell:
     measured = table.paper.metrics[metric]
-    own = _experiment(table, block, method, block.sets_of(setting), known)
-    against = _experiment(table, block, measured.against, tuple(block.sets), known) if measured.against else None
-    return Cell(
+    own = _experiment(table, block, method, block.sets_of(setting))
+    against = _experiment(table, block, measured.against, tuple(block.sets)) if measured.against else None
+    return TableCell(
         block.dataset,
         setting,
         method,
@@ -155,7 +132,7 @@ def _cell(
         target,
         own,
         against,
-        measured.missing or _why_missing(own, known) or (_why_missing(against, known) if against else ""),
+        measured.missing,
         _why_not_judged(table, measured, target),
         table.stated(block.dataset),
         table.paper.seeds,
@@ -163,7 +140,7 @@ def _cell(
     )
 
 
-def _with_claims(table: PaperTable, cells: Sequence[Cell]) -> list[Cell]:
+def _with_claims(table: PaperTable, cells: Sequence[TableCell]) -> list[TableCell]:
     """The cells with the methods that they are compared with, and by how much these differ in the paper."""
     printed = {(cell.place, cell.method): cell.target.value for cell in cells if cell.target}
     found = []
@@ -175,13 +152,13 @@ def _with_claims(table: PaperTable, cells: Sequence[Cell]) -> list[Cell]:
     return found
 
 
-def _experiment(table: PaperTable, block: CellGroup, method: str, sets: tuple[str, ...], known: _Known) -> Experiment:
+def _experiment(table: PaperTable, block: CellGroup, method: str, sets: tuple[str, ...]) -> Experiment:
     """The recipe's own settings for a method in a comparison come first, as in `everfed compare`."""
     sets = (*sets, *block.sets_of_method.get(method, ()), *table.paper.options.get(method, ()))
     if any(entry.startswith("method.parts=") for entry in sets):
         return Experiment(block.recipe, "", sets)
     ours = table.methods[method]
-    own = _compared_with(block.recipe).get(ours, ()) if block.recipe in known.recipes else ()
+    own = _compared_with(block.recipe).get(ours, ())
     return Experiment(block.recipe, ours, tuple(dict.fromkeys((*own, *sets))))
 
 
@@ -190,14 +167,6 @@ def _compared_with(recipe: str) -> dict[str, list[str]]:
     """A shipped recipe's settings by method."""
     compare = read(recipe).compare
     return compare.options if compare else {}
-
-
-def _why_missing(experiment: Experiment, known: _Known) -> str:
-    if experiment.recipe not in known.recipes:
-        return f"recipe {experiment.recipe} is not shipped"
-    if experiment.method and experiment.method not in known.methods:
-        return f"method {experiment.method} is not in everfed"
-    return ""
 
 
 def _why_not_judged(table: PaperTable, measured: TableMetric, target: PrintedCell | None) -> str:

@@ -23,7 +23,7 @@ from everfed.experiments.jobs import (
 from everfed.experiments.papers import planning, records
 from everfed.experiments.papers.judging import Runs, judge
 from everfed.experiments.papers.measures import Sample
-from everfed.experiments.papers.planning import Cell, Experiment
+from everfed.experiments.papers.planning import Experiment, TableCell
 from everfed.experiments.papers.tables import find
 from everfed.experiments.papers.writing import Reproduction
 from everfed.naming import split_names
@@ -141,12 +141,12 @@ def _jobs(experiment: Experiment, folder: Path, seeds: int | None, engine: str |
     ]
 
 
-def _with_refusal(cell: Cell, refused: dict[Experiment, str]) -> Cell:
+def _with_refusal(cell: TableCell, refused: dict[Experiment, str]) -> TableCell:
     reason = next((refused[run] for run in (cell.experiment, cell.against) if run in refused), "")
     return replace(cell, missing=cell.missing or reason)
 
 
-def _announcement(cells: Sequence[Cell], runs: Sequence[GridJob], scale: float) -> str:
+def _announcement(cells: Sequence[TableCell], runs: Sequence[GridJob], scale: float) -> str:
     done, possible = sum(job.finished for job in runs), sum(not cell.missing for cell in cells)
     small = "" if scale == 1 else f"; --scale {scale:g}: the numbers are not comparable with the paper's"
     return f"{len(runs)} runs ({done} finished already); {possible} of {len(cells)} cells can be run{small}"
