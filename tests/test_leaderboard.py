@@ -18,8 +18,8 @@ from everfed import api
 from everfed.cli import app
 from everfed.errors import UserError, is_user_error
 from everfed.experiments.jobs import Outcome
-from everfed.experiments.leaderboard import page, pareto, records, tuning
-from everfed.experiments.leaderboard.pareto import Point, front
+from everfed.experiments.leaderboard import page, records, tuning
+from everfed.experiments.leaderboard.page import Point, front
 from everfed.methods import registry as methods
 from everfed.recipe import read, settled, to_toml
 from everfed.store.files import Locked, locked
@@ -246,10 +246,10 @@ def test_the_table_has_the_best_first_and_what_is_needed_beside_it(board: Path) 
 def test_a_point_is_at_the_bytes_of_both_directions_or_at_the_stored_samples(board: Path) -> None:
     """100 bytes up and 50 down; ideal stores all samples and has no place among the others."""
     found = records.read_all(board)
-    assert {point.name: point.cost for point in page.points(found, pareto.BYTES)} == {
+    assert {point.name: point.cost for point in page.points(found, page.BYTES)} == {
         name: 150.0 for name in ("er", "fedala †", "fedavg", "ideal")
     }
-    by_samples = {point.name: point.cost for point in page.points(found, pareto.SAMPLES)}
+    by_samples = {point.name: point.cost for point in page.points(found, page.SAMPLES)}
     assert by_samples == {"er": 40.0, "fedala †": 0.0, "fedavg": 0.0}
 
 
@@ -320,7 +320,7 @@ def test_the_pages_are_made_of_the_records_by_one_command(board: Path) -> None:
     assert written.startswith("before\n") and written.endswith("after\n")
     assert "| ideal " in written and "* `ewc`: the loss is not finite" in written
     assert "1 tries and 2 seeds for every method in the table" in written
-    for kind in pareto.KINDS:
+    for kind in page.KINDS:
         ElementTree.parse(board / "board" / f"rotated-digits-{kind}.svg")
     assert html.read_text().count("data-value") == 4 * len(page.COLUMNS)
     again = written, html.read_text()
@@ -395,7 +395,7 @@ def test_where_the_table_is_to_be_had_is_printed(board: Path) -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5, unique_by=lambda one: one[0]))
 def test_names_in_a_picture_do_not_lie_on_each_other(drawn: list[tuple[int, int]]) -> None:
     points = [Point("a-long-name", cost, accuracy / 10) for cost, accuracy in drawn]
-    labels = ElementTree.fromstring(pareto.drawing(points, "x")).findall("text")
+    labels = ElementTree.fromstring(page.drawing(points, "x")).findall("text")
     places = [(float(one.get("x", 0)), float(one.get("y", 0))) for one in labels if one.text == "a-long-name"]
     assert len(places) == len(front(points))
     for i, (x, y) in enumerate(places):
@@ -405,7 +405,7 @@ def test_names_in_a_picture_do_not_lie_on_each_other(drawn: list[tuple[int, int]
 def test_a_front_in_literal_numbers() -> None:
     a, b, c, d = Point("a", 1, 0.5), Point("b", 2, 0.4), Point("c", 2, 0.7), Point("d", 3, 0.7)
     assert front([d, c, b, a]) == [a, c]
-    assert [point.name for point in page.points([], pareto.BYTES)] == []
+    assert [point.name for point in page.points([], page.BYTES)] == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=20))

@@ -3,7 +3,6 @@ applied in whole numbers, so that every engine and device gives the same pixels.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,21 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everfed.core.option import HasOptions, option
 from everfed.data.transforms import FINE, LUMA
+from everfed.naming import with_options
 
 SPREAD = math.log(10 / 3)  # the longer side of an erased rectangle is at most 10 / 3 of the shorter one
 
 
 @dataclass(frozen=True)
-class Crop:
+class Crop(HasOptions):
     """Pad with zeros by `padding` pixels and cut the original size anywhere."""
 
-    padding: int = 4
+    padding: int = option(4, at_least=1)
     columns = 2
     colours = False
-
-    def __post_init__(self) -> None:
-        _require("crop.padding", self.padding >= 1, "at least 1", self.padding)
 
     def draw(self, rng: np.random.Generator, count: int, shape: Sequence[int]) -> np.ndarray:
         return rng.integers(0, 2 * self.padding + 1, size=(count, 2))
@@ -42,15 +40,12 @@ class Crop:
 
 
 @dataclass(frozen=True)
-class Flip:
+class Flip(HasOptions):
     """Mirror left-right with probability p."""
 
-    p: float = 0.5
+    p: float = option(0.5, at_least=0, at_most=1)
     columns = 1
     colours = False
-
-    def __post_init__(self) -> None:
-        _require("flip.p", 0 <= self.p <= 1, "from 0 to 1", self.p)
 
     def draw(self, rng: np.random.Generator, count: int, shape: Sequence[int]) -> np.ndarray:
         return (rng.random((count, 1)) < self.p).astype(np.int64)
@@ -60,15 +55,12 @@ class Flip:
 
 
 @dataclass(frozen=True)
-class Rotation:
+class Rotation(HasOptions):
     """Rotate about the centre by up to `degrees` either way, nearest pixel, zeros where nothing is."""
 
-    degrees: float = 15.0
+    degrees: float = option(15.0, above=0, at_most=180)
     columns = 2
     colours = False
-
-    def __post_init__(self) -> None:
-        _require("rotation.degrees", 0 < self.degrees <= 180, "above 0 and at most 180", self.degrees)
 
     def draw(self, rng: np.random.Generator, count: int, shape: Sequence[int]) -> np.ndarray:
         angles = np.radians(rng.uniform(-self.degrees, self.degrees, count))
@@ -88,18 +80,14 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class ColourJitter:
+class ColourJitter(HasOptions):
     """Multiply brightness, contrast and saturation, in this order, by factors within 1 +- the given numbers."""
 
-    brightness: float = 0.0
-    contrast: float = 0.0
-    saturation: float = 0.0
+    brightness: float = option(0.0, at_least=0, at_most=1)
+    contrast: float = option(0.0, at_least=0, at_most=1)
+    saturation: float = option(0.0, at_least=0, at_most=1)
     columns = 3
     colours = True
-
-    def __post_init__(self) -> None:
-        for name in ("brightness", "contrast", "saturation"):
-            _require(f"colour-jitter.{name}", 0 <= getattr(self, name) <= 1, "from 0 to 1", getattr(self, name))
 
     def draw(self, rng: np.random.Generator, count: int, shape: Sequence[int]) -> np.ndarray:
         reach = np.array([math.floor(r * FINE) for r in (self.brightness, self.contrast, self.saturation)])
@@ -117,19 +105,18 @@ class ColourJitter:
 
 
 @dataclass(frozen=True)
-class Erasing:
+class Erasing(HasOptions):
     """Set a random rectangle to zero with probability p; it covers a share of the image between the two in `area`."""
 
-    p: float = 0.5
-    area: Sequence[float] = (0.02, 0.33)
+    p: float = option(0.5, at_least=0, at_most=1)
+    area: Sequence[float] = option((0.02, 0.33))
     columns = 4
     colours = False
 
     def __post_init__(self) -> None:
-        _require("erasing.p", 0 <= self.p <= 1, "from 0 to 1", self.p)
-        object.__setattr__(self, "area", tuple(self.area))
-        fits = len(self.area) == 2 and 0 < self.area[0] <= self.area[1] <= 1
-        _require("erasing.area", fits, "two shares above 0 and at most 1, the smaller first", self.area)
+        super().__post_init__()
+        if not (len(self.area) == 2 and 0 < self.area[0] <= self.area[1] <= 1):
+            raise ValueError(f"area must be two shares above 0 and at most 1, the smaller first; got {self.area}")
 
     def draw(self, rng: np.random.Generator, count: int, shape: Sequence[int]) -> np.ndarray:
         size = np.array(shape[-2:])
@@ -166,15 +153,11 @@ def parse(tables: Sequence[Any]) -> tuple[Augmentation, ...]:
 def _parse(table: Any) -> Augmentation:
     if not isinstance(table, Mapping) or table.get("kind") not in KINDS:
         raise ValueError(f"an entry is a table with kind, one of {', '.join(KINDS)}; got {table!r}")
-    made = KINDS[table["kind"]]
-    options = {key: value for key, value in table.items() if key != "kind"}
-    allowed = list(inspect.signature(made).parameters)
+    kind, options = table["kind"], {key: value for key, value in table.items() if key != "kind"}
     for key, value in options.items():
-        if key not in allowed:
-            raise ValueError(f"{table['kind']} has no option {key!r}; its options are: {', '.join(allowed) or 'none'}")
         if isinstance(value, bool) or not isinstance(value, int | float | list | tuple):
-            raise ValueError(f"{table['kind']}.{key} must be a number; got {value!r}")
-    return made(**options)
+            raise ValueError(f"{kind}.{key} must be a number; got {value!r}")
+    return with_options(KINDS[kind], options, kind)
 
 
 class Chain:
@@ -258,8 +241,3 @@ def _grey(x: Tensor) -> Tensor:
 
 def _rounded(total: Tensor, count: int) -> Tensor:
     return (total + count // 2).div(count, rounding_mode="floor").reshape(-1, 1, 1, 1)
-
-
-def _require(name: str, fits: bool, allowed: str, value: Any) -> None:
-    if not fits:
-        raise ValueError(f"{name} must be {allowed}; got {value}")

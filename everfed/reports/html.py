@@ -93,23 +93,28 @@ def render(runs: Sequence[LoggedRun], title: str = "", colours: Colours | None =
     """The whole page. title: of the user's choice. colours: of methods, where they have some already."""
     streams = by_stream(runs, colours)
     title = title or _subject(streams)
+    parts = _parts(streams)
+    return document(
+        title,
+        asset("charts.js"),
+        tag("a", "Skip to the report", href="#main", class_="skip"),
+        _header(title, runs, streams),
+        _contents(parts),
+        tag("main", *(part.html(str(i)) for i, part in enumerate(parts, start=1)), id="main"),
+    )
+
+
+def document(title: str, script: str, *children: Html, style: str = "") -> str:
+    """A page with everything in it; `style` comes after that of all pages."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", title),
-        tag("style", Html(variables() + asset("page.css"))),
+        tag("style", Html(variables() + asset("page.css") + style)),
     )
-    parts = _parts(streams)
-    body = tag(
-        "body",
-        tag("a", "Skip to the report", href="#main", class_="skip"),
-        _header(title, runs, streams),
-        _contents(parts),
-        tag("main", *(part.html(str(i)) for i, part in enumerate(parts, start=1)), id="main"),
-        tag("script", Html(asset("charts.js"))),
-    )
+    body = tag("body", *children, tag("script", Html(script)))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 

@@ -112,7 +112,7 @@ def test_colours_can_be_switched_off_at_the_end_of_the_draws() -> None:
     [
         ([{"kind": "warp"}], "colour-jitter"),
         (["flip"], "a table with kind"),
-        ([{"kind": "flip", "q": 1}], "its options are: p"),
+        ([{"kind": "flip", "q": 1}], "flip.q is not an option; it has p"),
         ([{"kind": "crop", "padding": 0}], "at least 1"),
         ([{"kind": "crop", "padding": "4"}], "must be a number"),
         ([{"kind": "erasing", "area": [0.5, 0.1]}], "the smaller first"),

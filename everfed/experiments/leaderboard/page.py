@@ -14,19 +14,18 @@ from pathlib import Path
 
 from everfed.core.method import needs_boundaries
 from everfed.errors import UserError
-from everfed.experiments.leaderboard import pareto, records, tuning
+from everfed.experiments.leaderboard import records, tuning
 from everfed.experiments.leaderboard.records import Record
 from everfed.methods import registry as methods
 from everfed.privacy.reveals import seen
 from everfed.recipe import read, settled
-from everfed.reports.colours import variables
 from everfed.reports.formats import Html, markdown_table, size, tag
-from everfed.reports.html import POLICY, asset
+from everfed.reports.html import document
 from everfed.store import marked
 from everfed.store.files import make_folder, write_atomic
 
 ALL = "all"  # the mark of the table of all streams; pages of single streams lie beside it then
-KIND = "leaderboard"  # of the marks
+MARK = "leaderboard"  # of the marks
 PERSONAL = "†"
 NOTE = (
     "Mean ± population deviation over the seeds of the test; accuracy, forgetting and learning accuracy in per cent. "
@@ -78,10 +77,10 @@ def write(root: Path, page: Path | None, html: Path | None) -> list[Path]:
 def marked_page(page: Path) -> str:
     """The text of a Markdown page. Raises UserError where it cannot be read or no place in it is marked."""
     text = marked.read_page(page)
-    if not marked.names(text, KIND):
+    if not marked.names(text, MARK):
         raise UserError(
-            f"--page {page} has no place for the leaderboard; mark it with <!-- {KIND}: STREAM --> and "
-            f"<!-- {KIND}: end -->. Streams: {ALL}, {', '.join(tuning.streams())}"
+            f"--page {page} has no place for the leaderboard; mark it with <!-- {MARK}: STREAM --> and "
+            f"<!-- {MARK}: end -->. Streams: {ALL}, {', '.join(tuning.streams())}"
         )
     return text
 
@@ -89,36 +88,28 @@ def marked_page(page: Path) -> str:
 def renewed(text: str, found: Sequence[Record], pictures: str) -> str:
     """A Markdown page with every marked part written anew. pictures: the folder of the pictures beside the page."""
     return marked.renewed(
-        text, KIND, lambda name: _all(found, pictures) if name == ALL else _section(name, found, pictures)
+        text, MARK, lambda name: _all(found, pictures) if name == ALL else _section(name, found, pictures)
     )
 
 
 def beside(page: Path, found: Sequence[Record]) -> dict[Path, str]:
     """The files in the folder of a page's name: a page for every stream, and the pictures."""
     texts = {f"{name}.svg": drawing for name, drawing in _pictures(found).items()}
-    for stream in tuning.streams() if ALL in marked.names(page.read_text(encoding="utf-8"), KIND) else ():
+    for stream in tuning.streams() if ALL in marked.names(page.read_text(encoding="utf-8"), MARK) else ():
         texts[f"{stream}.md"] = f"# Leaderboard: {stream}\n\n{_section(stream, found, '.')}\n"
     return {page.parent / page.stem / name: text for name, text in texts.items()}
 
 
 def report(found: Sequence[Record]) -> str:
     """The whole HTML page."""
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", "everfed leaderboard"),
-        tag("style", Html(variables() + asset("page.css") + _file("leaderboard.css"))),
-    )
     shown = [stream for stream in tuning.streams() if _of(found, stream)]
-    body = tag(
-        "body",
+    return document(
+        "everfed leaderboard",
+        _file("sort.js"),
         tag("header", tag("h1", "everfed leaderboard"), *(tag("p", line) for line in (TUNING, NOTE, SORTING))),
         tag("main", *(_html_section(stream, _of(found, stream)) for stream in shown)),
-        tag("script", Html(_file("sort.js"))),
+        style=_file("leaderboard.css"),
     )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
 # tables ----------------------------------------------------------------------------------------------------------
@@ -252,7 +243,7 @@ def _section(stream: str, found: Sequence[Record], pictures: str) -> str:
     table = markdown_table(COLUMNS, [[cell.text for cell in row] for row in rows(own)])
     failed = [f"* `{method}`: {reason}" for method, reason in failures(own)]
     missing = not_run(own)
-    images = [f"![{about}]({pictures}/{stream}-{kind}.svg)" for kind, about in pareto.KINDS.items()]
+    images = [f"![{about}]({pictures}/{stream}-{kind}.svg)" for kind, about in KINDS.items()]
     listed = ["Methods without a number here:", "\n".join(failed)] if failed else []
     listed += [f"Not run on this stream: {', '.join(f'`{name}`' for name in missing)}."] if missing else []
     return "\n\n".join([table, f"{_conditions(own)} {NOTE}", *listed, *images])
@@ -306,10 +297,7 @@ def _html_section(stream: str, own: Sequence[Record]) -> Html:
     body = [tag("tr", *(tag("td", cell.text, data_value=str(cell.value)) for cell in row)) for row in rows(own)]
     failed = [tag("li", tag("b", method), f": {reason}") for method, reason in failures(own)]
     missing = not_run(own)
-    drawings = [
-        tag("div", Html(pareto.drawing(points(own, kind), about)), class_="wide")
-        for kind, about in pareto.KINDS.items()
-    ]
+    drawings = [tag("div", Html(drawing(points(own, kind), about)), class_="wide") for kind, about in KINDS.items()]
     return tag(
         "section",
         tag("h2", stream),
@@ -322,27 +310,27 @@ def _html_section(stream: str, own: Sequence[Record]) -> Html:
     )
 
 
-def points(own: Iterable[Record], kind: str) -> list[pareto.Point]:
+def points(own: Iterable[Record], kind: str) -> list[Point]:
     """Accuracy of every tested method against its bytes, or against the samples that a client keeps."""
     found = []
     for record in own:
         accuracy = records.mean(record, "acc")
-        unbounded = kind == pareto.SAMPLES and facts_of(record["stream"], record["method"]).keeps_all
+        unbounded = kind == SAMPLES and facts_of(record["stream"], record["method"]).keeps_all
         if accuracy is None or unbounded:
             continue
         traffic = sum(records.mean(record, key) or 0.0 for key in ("bytes_up", "bytes_down"))
-        cost = traffic if kind == pareto.BYTES else stored_samples(record)
-        found.append(pareto.Point(_named(record), cost, accuracy))
+        cost = traffic if kind == BYTES else stored_samples(record)
+        found.append(Point(_named(record), cost, accuracy))
     return found
 
 
 def _pictures(found: Sequence[Record]) -> dict[str, str]:
     """{file name: SVG} of all streams with test numbers."""
     return {
-        f"{stream}-{kind}": pareto.drawing(points(own, kind), about, alone=True)
+        f"{stream}-{kind}": drawing(points(own, kind), about, alone=True)
         for stream in tuning.streams()
         if any(map(records.finished_tests, own := _of(found, stream)))
-        for kind, about in pareto.KINDS.items()
+        for kind, about in KINDS.items()
     }
 
 
@@ -358,3 +346,115 @@ def _save(path: Path, text: str) -> Path:
     make_folder(path.parent)
     write_atomic(path, text.encode(), shared=True)
     return path
+
+
+# accuracy against cost -----------------------------------------------------------------------------------------------
+BYTES, SAMPLES = "bytes", "samples"
+KINDS = {
+    BYTES: "Accuracy against the bytes of a run, up and down",
+    SAMPLES: "Accuracy against the samples that a client stores",
+}
+FRONT, OTHERS = "#0b6e99", "#999"
+LETTER, LINE = 6.5, 14  # width and height of a label's letters, about
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 60, 130, 30, 50
+
+
+@dataclass(frozen=True)
+class Point:
+    """cost: at least 0, the less the better. accuracy: a fraction."""
+
+    name: str
+    cost: float
+    accuracy: float
+
+
+def front(points: Iterable[Point]) -> list[Point]:
+    """The points that no other one matches in cost and beats in accuracy, by cost; of equals in cost the best."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda one: (one.cost, -one.accuracy)):
+        if not found or point.accuracy > found[-1].accuracy:
+            found.append(point)
+    return found
+
+
+def drawing(points: Sequence[Point], title: str, *, alone: bool = False) -> str:
+    """An SVG; costs on a logarithmic axis that begins at 0. alone: as a file of its own."""
+    if not points:
+        return ""
+    best, scale = front(points), _Scale(points)
+    line = " ".join(f"{scale.x(point.cost):.1f},{scale.y(point.accuracy):.1f}" for point in best)
+    return str(
+        tag(
+            "svg",
+            tag("title", title),
+            *scale.axes(title),
+            tag("polyline", points=line, fill="none", stroke=FRONT, stroke_width=2, class_="front"),
+            *(_dot(point, scale, point in best) for point in points),
+            *_labels(best, scale),
+            xmlns="http://www.w3.org/2000/svg" if alone else None,
+            viewBox=f"0 0 {WIDTH} {HEIGHT}",
+            role="img",
+            font_family="sans-serif",
+            font_size=12,
+            **({"style": "background:#fff"} if alone else {"class_": "pareto"}),
+        )
+    )
+
+
+class _Scale:
+    """From cost and accuracy to places in the picture."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        costs, accuracies = ([getattr(point, key) for point in points] for key in ("cost", "accuracy"))
+        self._integer = max(costs) < 1e4
+        self._from, self._to = (math.log10(1 + bound) for bound in (min(costs), max(costs)))
+        self._to = max(self._to, self._from + 0.1)
+        self._low, self._high = math.floor(10 * min(accuracies)) / 10, math.ceil(10 * max(accuracies)) / 10
+        self._high = max(self._high, self._low + 0.1)
+
+    def x(self, cost: float) -> float:
+        share = (math.log10(1 + cost) - self._from) / (self._to - self._from)
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    def y(self, accuracy: float) -> float:
+        return TOP + (self._high - accuracy) / (self._high - self._low) * (HEIGHT - TOP - BOTTOM)
+
+    def axes(self, title: str) -> list[Html]:
+        """A line for every ten per cent, and five costs."""
+        lines: list[Html] = []
+        for step in range(round(10 * self._low), round(10 * self._high) + 1):
+            y = self.y(step / 10)
+            lines.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, stroke="currentColor", stroke_opacity=0.2))
+            lines.append(tag("text", f"{10 * step} %", x=LEFT - 8, y=y + 4, text_anchor="end", fill="currentColor"))
+        for place in range(5):
+            cost = 10 ** (self._from + place / 4 * (self._to - self._from)) - 1
+            shown = f"{cost:.0f}" if self._integer else size(round(cost))
+            x = LEFT + place / 4 * (WIDTH - LEFT - RIGHT)
+            lines.append(tag("text", shown, x=x, y=HEIGHT - 28, text_anchor="middle", fill="currentColor"))
+        lines.append(tag("text", title, x=LEFT, y=HEIGHT - 8, fill="currentColor"))
+        return lines
+
+
+def _dot(point: Point, scale: _Scale, on_front: bool) -> Html:
+    x, y = scale.x(point.cost), scale.y(point.accuracy)
+    about = tag("title", f"{point.name}: {100 * point.accuracy:.1f} %, {point.cost:,.0f}")
+    place = {"cx": f"{x:.1f}", "cy": f"{y:.1f}"}
+    if on_front:
+        return tag("circle", about, **place, r=5, fill=FRONT, class_="front")
+    return tag("circle", about, **place, r=3.5, fill=OTHERS)
+
+
+def _labels(best: Sequence[Point], scale: _Scale) -> list[Html]:
+    """The names of the front's points, each beside its point where no other label is."""
+    placed: list[tuple[float, float, str]] = []
+    for point in best:
+        x, y = scale.x(point.cost) + 8, scale.y(point.accuracy)
+        rows = (y - 6 + LINE * step for step in (0, 1.5, -1, 2.5, -2))
+        free = (row for row in rows if not any(_overlap((x, row, point.name), other) for other in placed))
+        placed.append((x, next(free, y - 6), point.name))
+    return [tag("text", name, x=f"{x:.1f}", y=f"{y:.1f}", fill="currentColor") for x, y, name in placed]
+
+
+def _overlap(one: tuple[float, float, str], other: tuple[float, float, str]) -> bool:
+    left, right = sorted((one, other))
+    return abs(one[1] - other[1]) < LINE and right[0] < left[0] + LETTER * len(left[2])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 
 from everfed.experiments.papers.judging import Judged
 from everfed.metrics.statistics import Spread, interval
+from everfed.reports.charts import ticks
 
 WIDTH, LABEL, ROW, GAP, COLUMNS = 960, 118, 22, 46, 2
 STYLE = (
@@ -44,16 +44,15 @@ def dot_plot(panels: Mapping[str, Sequence[Judged]]) -> str:
 def _panel(title: str, cells: Sequence[Judged], left: float, top: float, width: float) -> str:
     spans = [(_span(one.spread), _span(_printed(one))) for one in cells]
     ends = [end for pair in spans for span in pair for end in span]
-    step = _step(min(ends), max(ends))
-    low, high = math.floor(min(ends) / step) * step, math.ceil(max(ends) / step) * step
+    marked = ticks(min(ends), max(min(ends) + 1.0, *ends))
+    low, high = marked[0], marked[-1]
     inner, bottom = width - LABEL - 24, top + 8 + len(cells) * ROW
 
     def x(value: float) -> float:
         return left + LABEL + inner * (value - low) / (high - low)
 
     parts = [_text(left + LABEL, top, title, "t")]
-    for tick in range(round((high - low) / step) + 1):
-        value = low + tick * step
+    for value in marked:
         parts.append(f'<path class="g" d="M{x(value):.1f} {top + 6:.1f}V{bottom:.1f}"/>')
         parts.append(_text(x(value), bottom + 14, f"{value:g}", anchor="middle"))
     for row, (one, (ours, paper)) in enumerate(zip(cells, spans, strict=True)):
@@ -83,13 +82,6 @@ def _span(spread: Spread | None) -> tuple[float, float]:
     if spread is None:
         return (0.0, 0.0)
     return interval(spread) if spread.count > 1 else (spread.mean, spread.mean)
-
-
-def _step(low: float, high: float) -> float:
-    """Between ticks: 1, 2 or 5 times a power of ten, so that there are at most six."""
-    rough = max(high - low, 1.0) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
 
 
 def _diamond(x: float, y: float) -> str:
