@@ -50,7 +50,7 @@ def listing(
 
 def _methods(data: Path | None) -> Rows:
     from everfed.methods import registry as methods
-    from everfed.methods.citations import family, papers
+    from everfed.methods.registry import family, papers
 
     return [
         (name, family(name), "; ".join(paper.short for paper in papers(name)), about)

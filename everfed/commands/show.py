@@ -73,7 +73,7 @@ def _facts(name: str, data: Path | None) -> Facts:
 def _method(name: str) -> Facts:
     from everfed.core.part import PLAIN, SHARED, WHOLE
     from everfed.methods import registry as methods
-    from everfed.methods.citations import family, papers
+    from everfed.methods.registry import family, papers
     from everfed.privacy.reveals import sentence, values_sent
 
     method = methods.build(name)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from everfed.data.source import Columns, require_finite
-from everfed.data.split import SPLIT_SEED, held_out
-from everfed.data.targets import strata
+from everfed.data.targets import SPLIT_SEED, held_out, strata
 from everfed.errors import DataError
 
 # A set that comes without a test part gets one: this share of every class, drawn with this seed.

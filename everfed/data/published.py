@@ -20,7 +20,7 @@ from everfed.data.formats import TEST_FRACTION
 from everfed.data.images import class_folders, listed, read_picture
 from everfed.data.lazy import Samples, cache_folder
 from everfed.data.source import Columns, Source, make_targets
-from everfed.data.split import SPLIT_SEED, held_out
+from everfed.data.targets import SPLIT_SEED, held_out
 from everfed.errors import DataError
 
 Files = list[tuple[Path, int]]  # (file, class id)

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.data.split import thinned
-from everfed.data.targets import CLASSES, KINDS, TOKENS, kind_of, storage_targets, strata
+from everfed.data.targets import CLASSES, KINDS, TOKENS, kind_of, storage_targets, strata, thinned
 from everfed.errors import DataError
 
 # what is known of every sample of the training and of the test part beside its label, by name

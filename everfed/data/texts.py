@@ -17,7 +17,7 @@ import numpy as np
 
 from everfed.data.catalogue import FileLayout, KnownSet
 from everfed.data.formats import TEST_FRACTION, json_lines, read_names
-from everfed.data.split import SPLIT_SEED, held_out, thinned
+from everfed.data.targets import SPLIT_SEED, held_out, thinned
 from everfed.errors import DataError
 from everfed.naming import places
 

@@ -29,7 +29,7 @@ From the accuracies after every round (`matrix`, too)
 From perplexities (`matrix`, too)
     perplexity, all_period_perplexity, rcp, forgetting_factor, forgetting_factor_relative, language_summary
 
-Over seeds and against the papers (`statistics`, `acceptance`)
+Over seeds and against the papers (`statistics`)
     mean_and_deviation             population deviation (ddof = 0)
     paired_difference              mean difference over the same seeds, with a t-interval
     paired_by_seed                 the same of {seed: value}, over the seeds that both have
@@ -39,6 +39,5 @@ Over seeds and against the papers (`statistics`, `acceptance`)
 """
 
 # ruff: noqa: F403
-from everfed.metrics.acceptance import *
 from everfed.metrics.matrix import *
 from everfed.metrics.statistics import *

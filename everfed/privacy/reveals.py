@@ -12,7 +12,7 @@ from pathlib import Path
 from everfed.core.method import Method
 from everfed.core.phase import OF_MODEL, TRAIN, Reducer
 from everfed.methods import registry as methods
-from everfed.store.marked import renewed
+from everfed.store.files import marked_parts_renewed
 
 
 def table() -> str:
@@ -68,7 +68,7 @@ def _listed(values: Sequence[tuple[str, str]]) -> str:
 
 def renew(page: Path) -> None:
     """Put the current table between the page's marks, `methods`."""
-    page.write_text(renewed(page.read_text(), "methods", lambda name: table()))
+    page.write_text(marked_parts_renewed(page.read_text(), "methods", lambda name: table()))
 
 
 if __name__ == "__main__":

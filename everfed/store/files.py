@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import multiprocessing.util
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -155,3 +156,18 @@ def _is(file: IO[str], path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
+
+
+# parts of a page that are generated ----------------------------------------------------------------------------------
+def marked_names(text: str, kind: str) -> list[str]:
+    """The names of a page's parts of one kind, in their order."""
+    return [found[2] for found in _marked(kind).finditer(text)]
+
+
+def marked_parts_renewed(text: str, kind: str, content: Callable[[str], str]) -> str:
+    """The page with every part of one kind written anew. content: of the name of a part."""
+    return _marked(kind).sub(lambda found: f"{found[1]}{content(found[2])}\n{found[4]}", text)
+
+
+def _marked(kind: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {kind}: (?!end)(\S+) -->\n)(.*?)(<!-- {kind}: end -->)", re.DOTALL)

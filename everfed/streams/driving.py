@@ -18,7 +18,7 @@ from everfed.core.data import Data
 from everfed.core.stream import RoundPlan
 from everfed.data.detection import YoloLoss, padded, pictures, precision
 from everfed.data.scenes import PARTS, Scene, Scenes, load_scenes, pixels
-from everfed.data.split import held_out
+from everfed.data.targets import held_out
 from everfed.errors import DataError
 from everfed.streams.draws import generator
 from everfed.streams.options import OptionError, Options, require_whole

@@ -18,8 +18,7 @@ from everfed.data import transforms
 from everfed.data.lazy import MAPPED_BYTES, Samples
 from everfed.data.partition import partition, who_got_what
 from everfed.data.source import Source
-from everfed.data.split import held_out, stratified
-from everfed.data.targets import CLASSES
+from everfed.data.targets import CLASSES, held_out, stratified
 from everfed.errors import PartitionError
 from everfed.streams.draws import generator
 from everfed.streams.objectives import ByObjective, objective_of

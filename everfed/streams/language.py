@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from everfed.data.instructions import Instructions, TokenizerFolder, rows_of
 from everfed.data.sources import data_folder
-from everfed.data.split import held_out
-from everfed.data.targets import TOKENS
+from everfed.data.targets import TOKENS, held_out
+from everfed.data.tokens import Instructions, TokenizerFolder, rows_of
 from everfed.streams.draws import generator
 from everfed.streams.options import OptionError, Options, require_whole
 from everfed.streams.own import Own, Period

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core.stream import cross_entropy
-from everfed.data.masked_text import token_counts, token_loss
 from everfed.data.targets import MULTI_LABEL, REGRESSION, TOKENS
+from everfed.data.tokens import token_counts, token_loss
 from everfed.metrics.scores import score_value
 
 

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from everfed.core.data import Data, DataCache
 from everfed.data.source import storage_form, storage_labels
-from everfed.data.split import held_out
-from everfed.data.targets import CLASSES, TOKENS, blank_targets, storage_targets, strata
+from everfed.data.targets import CLASSES, TOKENS, blank_targets, held_out, storage_targets, strata
 from everfed.errors import DataError
 from everfed.naming import load_object
 from everfed.streams.draws import generator

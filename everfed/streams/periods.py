@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.data import Data, DataCache
-from everfed.data.masked_text import SPECIAL, Tokenizer, draw_masks, mask_anew, mask_tokens, token_counts, token_loss
+from everfed.data.tokens import SPECIAL, Tokenizer, draw_masks, mask_anew, mask_tokens, token_counts, token_loss
 from everfed.data.utterances import SECONDS_PER_DAY, Utterances, load_utterances
 from everfed.streams.draws import generator
 from everfed.streams.options import OptionError, Options, require_choice, require_number, require_whole

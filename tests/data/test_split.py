@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everfed.data.split import held_out, largest_remainder, stratified
+from everfed.data.targets import held_out, largest_remainder, stratified
 
 label_columns = st.lists(st.integers(0, 5), min_size=1, max_size=80).map(np.array)
 

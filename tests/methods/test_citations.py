@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from everfed.cli import app
 from everfed.methods import registry
-from everfed.methods.citations import _papers, family, papers
+from everfed.methods.registry import _papers, family, papers
 
 
 def test_every_paper_is_of_a_method_or_part() -> None:

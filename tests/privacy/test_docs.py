@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks import liars
 from everfed.methods import registry as methods
 from everfed.privacy.reveals import seen, table, values_sent
-from everfed.store.marked import renewed
+from everfed.store.files import renewed
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "privacy-reference.md"

@@ -14,7 +14,7 @@ import torch
 import everfed
 from everfed import streams
 from everfed.core.stream import Stream
-from everfed.data.instructions import rows_of
+from everfed.data.tokens import rows_of
 from everfed.errors import DataError
 from everfed.federation.runtime import RuntimeBuilder
 from everfed.recipe import to_toml

@@ -24,7 +24,7 @@ from everfed import streams
 from everfed.core.context import TrainOptions
 from everfed.core.step import Training
 from everfed.core.stream import Stream
-from everfed.data.masked_text import IGNORED, MASK, PAD, SPECIAL, Tokenizer, mask_tokens, token_counts, token_loss
+from everfed.data.tokens import IGNORED, MASK, PAD, SPECIAL, Tokenizer, mask_tokens, token_counts, token_loss
 from everfed.data.utterances import load_utterances
 from everfed.errors import DataError
 from everfed.models.tinybert import TinyBERT
@@ -184,7 +184,7 @@ def test_every_process_trains_the_same_tokenizer(file: Path) -> None:
     """Two trainings here and one elsewhere: words are counted in tables whose order is another every time."""
     code = f"""
 import json, hashlib
-from everfed.data.masked_text import Tokenizer
+from everfed.data.tokens import Tokenizer
 texts = [json.loads(line)["text"] for line in open({str(file)!r})]
 print(hashlib.sha256(Tokenizer.train(texts, 60).text.encode()).hexdigest())
 """

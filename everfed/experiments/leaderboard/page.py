@@ -21,8 +21,7 @@ from everfed.privacy.reveals import seen
 from everfed.recipe import read, settled
 from everfed.reports.formats import Html, markdown_table, size, tag
 from everfed.reports.html import document
-from everfed.store import marked
-from everfed.store.files import make_folder, write_atomic
+from everfed.store.files import make_folder, marked_names, marked_parts_renewed, write_atomic
 
 ALL = "all"  # the mark of the table of all streams; pages of single streams lie beside it then
 MARK = "leaderboard"  # of the marks
@@ -76,8 +75,11 @@ def write(root: Path, page: Path | None, html: Path | None) -> list[Path]:
 
 def marked_page(page: Path) -> str:
     """The text of a Markdown page. Raises UserError where it cannot be read or no place in it is marked."""
-    text = marked.read_page(page)
-    if not marked.names(text, MARK):
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--page {page} cannot be read: {error.strerror or error}") from error
+    if not marked_names(text, MARK):
         raise UserError(
             f"--page {page} has no place for the leaderboard; mark it with <!-- {MARK}: STREAM --> and "
             f"<!-- {MARK}: end -->. Streams: {ALL}, {', '.join(tuning.streams())}"
@@ -87,7 +89,7 @@ def marked_page(page: Path) -> str:
 
 def renewed(text: str, found: Sequence[Record], pictures: str) -> str:
     """A Markdown page with every marked part written anew. pictures: the folder of the pictures beside the page."""
-    return marked.renewed(
+    return marked_parts_renewed(
         text, MARK, lambda name: _all(found, pictures) if name == ALL else _section(name, found, pictures)
     )
 
@@ -95,7 +97,7 @@ def renewed(text: str, found: Sequence[Record], pictures: str) -> str:
 def beside(page: Path, found: Sequence[Record]) -> dict[Path, str]:
     """The files in the folder of a page's name: a page for every stream, and the pictures."""
     texts = {f"{name}.svg": drawing for name, drawing in _pictures(found).items()}
-    for stream in tuning.streams() if ALL in marked.names(page.read_text(encoding="utf-8"), MARK) else ():
+    for stream in tuning.streams() if ALL in marked_names(page.read_text(encoding="utf-8"), MARK) else ():
         texts[f"{stream}.md"] = f"# Leaderboard: {stream}\n\n{_section(stream, found, '.')}\n"
     return {page.parent / page.stem / name: text for name, text in texts.items()}
 

@@ -18,7 +18,7 @@ from everfed.experiments.papers.records import Record, differences, settings_of
 from everfed.experiments.papers.tables import Stated, tables
 from everfed.metrics import PairedDifference, Spread, covers, gap, levels, mean_and_deviation, paired_by_seed
 from everfed.metrics import effect as verdict_on
-from everfed.metrics.acceptance import LEAST_SEEDS
+from everfed.metrics.statistics import LEAST_SEEDS
 from everfed.recipe import read
 
 NOT_JUDGED, DIVERGED = "not judged", "diverged"
@@ -29,7 +29,7 @@ Runs = Mapping[Experiment, Mapping[int, Sample]]
 @dataclass(frozen=True)
 class Effect:
     """A method less its baseline, seed by seed. paper: the difference of the printed numbers. verdict: of
-    `acceptance.effect`, "" where it is not judged: why. covers: whether our interval holds the paper's difference."""
+    `statistics.effect`, "" where it is not judged: why. covers: whether our interval holds the paper's difference."""
 
     baseline: str
     ours: PairedDifference
@@ -42,7 +42,7 @@ class Effect:
 @dataclass(frozen=True)
 class Judged:
     """A cell with its number over seeds. paper: in the cell's unit, a ratio for ratios. diverged: the seeds that did.
-    lacking: why its runs are not the paper's experiment. level: of `acceptance.levels` or DIVERGED, "" where it is not
+    lacking: why its runs are not the paper's experiment. level: of `statistics.levels` or DIVERGED, "" where it is not
     judged: why."""
 
     cell: TableCell

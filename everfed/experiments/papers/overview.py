@@ -17,7 +17,7 @@ from everfed.experiments.papers.records import Record, read_all
 from everfed.experiments.papers.reproducing import seeds_of
 from everfed.experiments.papers.shortfall import SETS, domains_of
 from everfed.experiments.papers.tables import PaperTable, Planned, find, notes, papers, tables
-from everfed.metrics.acceptance import EFFECTS, LEVELS, UNCLAIMED
+from everfed.metrics.statistics import EFFECTS, LEVELS, UNCLAIMED
 from everfed.recipe import ModelSection, Recipe, read
 
 Seeds = Callable[[str], list[int]]  # those of a recipe, by its name

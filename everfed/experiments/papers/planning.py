@@ -9,7 +9,7 @@ from functools import cache
 
 from everfed.errors import UserError
 from everfed.experiments.papers.tables import CellGroup, PaperTable, PrintedCell, Stated, TableMetric, printed
-from everfed.metrics.acceptance import never_compared
+from everfed.metrics.statistics import never_compared
 from everfed.recipe import read
 from everfed.recipe.problems import suggestion
 from everfed.recipe.schema import Logits

@@ -20,7 +20,7 @@ from everfed.experiments.papers.records import Record, complete, settings_of
 from everfed.experiments.papers.shortfall import not_stated
 from everfed.experiments.papers.tables import PaperTable
 from everfed.methods import registry as methods
-from everfed.metrics.acceptance import EFFECTS, LEVELS, UNCLAIMED
+from everfed.metrics.statistics import EFFECTS, LEVELS, UNCLAIMED
 from everfed.recipe import parse_set, read
 from everfed.recipe.schema import Logits
 from everfed.reports.formats import markdown_table
