@@ -66,16 +66,18 @@ def measure(name: str, unit: str, sample: Sample) -> float | None:
 # from the metrics and the accuracy matrix ------------------------------------------------------------------------
 
 
-def _metric(name: str) -> Measure:
-    return lambda sample: _points(sample.scores["metrics"].get(name))
+def _metric(name: str, of: Callable[[Sample], Sample | None] = lambda sample: sample) -> Measure:
+    """A metric of the run, or of the other one."""
+
+    def found(sample: Sample) -> float | None:
+        run = of(sample)
+        return None if run is None else run.scores["metrics"].get(name)
+
+    return found
 
 
-def _acc_after_task(sample: Sample) -> float | None:
-    return _points(metrics.acc_t(sample.matrix))
-
-
-def _forgetting_clipped_after_task(sample: Sample) -> float | None:
-    return _points(metrics.forgetting_clipped(sample.matrix))
+def _in_points(measure: Measure) -> Measure:
+    return lambda sample: _points(measure(sample))
 
 
 def _of_last_pass(metric: Callable[[Matrix], float | None]) -> Measure:
@@ -118,19 +120,12 @@ def _last_rounds(found: Curves) -> float | None:
     return metrics.acc_last_rounds(found, min(LAST_ROUNDS, len(found[-1])) or 1)
 
 
-def _rounds_to_best(sample: Sample) -> float | None:
-    return metrics.rounds_to_best_sum(curves(sample.result))
-
-
-def _rounds_to_best_of_task(sample: Sample) -> float | None:
-    return metrics.rounds_to_best_per_task(curves(sample.result))[(sample.task or 1) - 1]
-
-
 def _delta(sample: Sample) -> float | None:
     """FedSSI's Delta of this run's method: `against` is FedSSI's own run."""
     if sample.against is None:
         return None
-    numbers = [of(run) for of in (_acc_last_rounds, _rounds_to_best) for run in (sample.against, sample)]
+    measures = (_acc_last_rounds, MEASURES["rounds_to_best"])
+    numbers = [of(run) for of in measures for run in (sample.against, sample)]
     present = [number for number in numbers if number]  # neither accuracies nor rounds of 0 can be compared
     return metrics.delta(*present) if len(present) == len(numbers) else None
 
@@ -138,14 +133,8 @@ def _delta(sample: Sample) -> float | None:
 # from perplexities -----------------------------------------------------------------------------------------------
 
 
-def _perplexity(sample: Sample) -> float | None:
-    value: float | None = sample.result["metrics"].get("perplexity")
-    return value
-
-
-def _forgetting_factor(sample: Sample) -> float | None:
-    value: float | None = sample.result["metrics"].get("forgetting_factor")
-    return value
+_perplexity, _forgetting_factor = _metric("perplexity"), _metric("forgetting_factor")
+_perplexity_without_replay = _metric("perplexity", lambda sample: sample.against)
 
 
 def _rcp(sample: Sample) -> float | None:
@@ -178,24 +167,12 @@ def _of_period(sample: Sample, period: int | None) -> list[float]:
     return [row[(period or 1) - 1] for row in sample.result["accuracy_matrix"]]
 
 
-def _perplexity_without_replay(sample: Sample) -> float | None:
-    return _perplexity(sample.against) if sample.against else None
-
-
 # costs -----------------------------------------------------------------------------------------------------------
 
 
 def _alone(measure: Measure) -> Measure:
     """Of a time: none where other programs used the device."""
     return lambda sample: None if sample.result.get("shared_device") else measure(sample)
-
-
-def _seconds(sample: Sample) -> float | None:
-    return float(sample.result["cost"]["seconds"])
-
-
-def _seconds_per_round(sample: Sample) -> float | None:
-    return float(sample.result["cost"]["seconds"] / sample.result["cost"]["rounds"])
 
 
 def _mebibytes(direction: str) -> Measure:
@@ -227,20 +204,14 @@ def _train_seconds(first: bool) -> Callable[[Path], float | None]:
 
     def found(folder: Path) -> float | None:
         lines = [line for line in events(folder, "phase") if line["phase"] == "train" and line.get("trained")]
-        values = [line["seconds"] / line["trained"] for line in lines if (line["task"] == 0) == first]
-        return sum(values) / len(values) if values else None
+        return mean(line["seconds"] / line["trained"] for line in lines if (line["task"] == 0) == first)
 
     return found
 
 
 def _mean(name: str) -> Callable[[Path], float | None]:
     """Mean over the rounds of a number that a part reports."""
-
-    def found(folder: Path) -> float | None:
-        values = [event[name] for event in events(folder, "measure") if name in event]
-        return sum(values) / len(values) if values else None
-
-    return found
+    return lambda folder: mean(event[name] for event in events(folder, "measure") if name in event)
 
 
 def _gap(folder: Path) -> float | None:
@@ -281,7 +252,7 @@ def _recorded(name: str) -> Measure:
 
 MEASURES: dict[str, Measure] = {
     **{
-        name: _metric(name)
+        name: _in_points(_metric(name))
         for name in (
             "acc",
             "acc_avg_incremental",
@@ -293,14 +264,16 @@ MEASURES: dict[str, Measure] = {
             "forgetting_full",
         )
     },
-    "acc_after_task": _acc_after_task,
-    "forgetting_clipped_after_task": _forgetting_clipped_after_task,
+    "acc_after_task": _in_points(lambda sample: metrics.acc_t(sample.matrix)),
+    "forgetting_clipped_after_task": _in_points(lambda sample: metrics.forgetting_clipped(sample.matrix)),
     "learning_accuracy_last_pass": _of_last_pass(metrics.learning_accuracy),
     "forgetting_last_pass": _of_last_pass(metrics.forgetting),
     "acc_last_rounds": _acc_last_rounds,
     "acc_avg_incremental_last_rounds": _acc_avg_incremental_last_rounds,
-    "rounds_to_best": _rounds_to_best,
-    "rounds_to_best_of_task": _rounds_to_best_of_task,
+    "rounds_to_best": lambda sample: metrics.rounds_to_best_sum(curves(sample.result)),
+    "rounds_to_best_of_task": lambda sample: metrics.rounds_to_best_per_task(curves(sample.result))[
+        (sample.task or 1) - 1
+    ],
     "delta": _delta,
     "perplexity": _perplexity,
     "forgetting_factor": _forgetting_factor,
@@ -308,8 +281,8 @@ MEASURES: dict[str, Measure] = {
     "forgetting_factor_relative": _forgetting_factor_relative,
     "rcp_of_period": _rcp_of_period,
     "forgetting_of_period": _forgetting_of_period,
-    "seconds": _alone(_seconds),
-    "seconds_per_round": _alone(_seconds_per_round),
+    "seconds": _alone(lambda sample: float(sample.result["cost"]["seconds"])),
+    "seconds_per_round": _alone(lambda sample: sample.result["cost"]["seconds"] / sample.result["cost"]["rounds"]),
     "mebibytes_up": _mebibytes("bytes_up"),
     "mebibytes_down": _mebibytes("bytes_down"),
     "device_mebibytes": _device_mebibytes,
