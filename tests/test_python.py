@@ -350,7 +350,8 @@ def test_without_pandas_there_are_plain_lists(finished: everfed.Result, monkeypa
     monkeypatch.setattr(results, "find_spec", lambda name: None)
     assert finished.accuracy_matrix == finished.data["accuracy_matrix"]
     assert [row["round"] for row in finished.history] == [1, 2, 3, 4]
-    with pytest.raises(everfed.UserError, match=r"plots need matplotlib: pip install 'everfed\[plots\]'"):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(everfed.UserError, match=r"a plot needs the package matplotlib; .* 'everfed\[plots\]'"):
         finished.plot()
 
 

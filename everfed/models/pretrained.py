@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed import wheels
-from everfed.errors import SettingError
+from everfed.errors import SettingError, optional_package
 from everfed.naming import nearest, places
 
 
@@ -153,12 +153,7 @@ def build_hf(
     random ones. config: instead of the folder, the content of its config.json. task: "classes", or "next-token" for a
     causal language model. dtype: of its weights; those that train must be float32. checkpointing: activations are
     computed again in the backward pass, which saves memory."""
-    try:
-        import transformers
-    except ImportError as missing:
-        raise ModelError(
-            f"model.kind = '{HF}{name}' needs the package transformers; install it with: pip install 'everfed[text]'"
-        ) from missing
+    transformers = optional_package("transformers", "text", f"model.kind = '{HF}{name}'", ModelError)
     for key, value, allowed in (("task", task, TASKS), ("dtype", dtype, DTYPES)):
         if value not in allowed:
             raise ModelError(f"model.{key} must be one of {', '.join(allowed)}; got {value!r}")
@@ -232,14 +227,9 @@ class SwinT(nn.Module):
         super().__init__()
         if len(input_shape) != 3 or input_shape[1] != input_shape[2] or input_shape[1] % 224:
             raise ValueError(f"swin-t needs square images (channels, side, side) of 224 pixels; got {input_shape}")
-        try:
-            from transformers import SwinConfig, SwinModel
-        except ImportError as missing:
-            raise ValueError(
-                "swin-t needs the package transformers; install it with: pip install 'everfed[text]'"
-            ) from missing
-        config = SwinConfig(image_size=input_shape[1], num_channels=input_shape[0], drop_path_rate=0.0)
-        self.base = SwinModel(config)
+        transformers = optional_package("transformers", "text", "model.kind = 'swin-t'", ModelError)
+        config = transformers.SwinConfig(image_size=input_shape[1], num_channels=input_shape[0], drop_path_rate=0.0)
+        self.base = transformers.SwinModel(config)
         self.head = nn.Linear(config.hidden_size, classes)
         _keep_constants(self.base)
 
@@ -401,13 +391,8 @@ def _read_vit(file: Path) -> dict[str, Tensor]:
     """The Vision Transformer in an ONNX file, under the names of transformers. ONNX numbers the weights of linear
     layers and transposes them; the bias that is added to their product has its name. Two nameless constants are the
     positions of the class token and of the patches."""
-    try:
-        import onnx
-        from onnx import numpy_helper
-    except ImportError as missing:
-        raise ModelError(
-            "model.weights: an ONNX file needs the package onnx; install it with: pip install 'everfed[export]'"
-        ) from missing
+    onnx = optional_package("onnx", "export", "model.weights: an ONNX file", ModelError)
+    numpy_helper = optional_package("onnx.numpy_helper", "export", "an ONNX file", ModelError)
     graph: Any = onnx.load(str(file)).graph
     held = {one.name: torch.from_numpy(numpy_helper.to_array(one).copy()) for one in graph.initializer}
     weight_of = {node.output[0]: node.input[1] for node in graph.node if node.op_type == "MatMul"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from everfed.errors import UserError
+from everfed.errors import optional_package
 from everfed.reports import figures, series
 from everfed.reports.charts import Axis
 from everfed.reports.colours import COLOURS, ON_LIGHT
@@ -30,12 +30,7 @@ STYLE: dict[Any, Any] = {
 
 def check() -> None:
     """Raise UserError where matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "figures as PNG and PDF need matplotlib: pip install 'everfed[plots]', or leave them out with --no-figures"
-        ) from error
+    optional_package("matplotlib", "plots", "drawing figures as PNG and PDF, which --no-figures leaves out,")
 
 
 def write(groups: Sequence[SeedGroup], folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from everfed.errors import UserError
+from everfed.errors import optional_package
 from everfed.metrics.scores import METRICS, PERCENT, Score, own_metrics, score_of
 
 Row = dict[str, Any]
@@ -123,10 +123,7 @@ def as_frame(rows: Sequence[Row], index: str | None = None) -> Any:
 def plot(runs: Sequence[tuple[str, Path, Row]]) -> Any:
     """A matplotlib figure of runs as (name, folder, result): scores by round (of every task for a single run, their
     mean for several) and losses by round."""
-    if find_spec("matplotlib") is None:
-        raise UserError("plots need matplotlib: pip install 'everfed[plots]'")
-    import matplotlib.pyplot as plt
-
+    plt = optional_package("matplotlib.pyplot", "plots", "a plot")
     from everfed.reports.progress import notebook_display
     from everfed.reports.read import read_run
 

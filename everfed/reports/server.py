@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
-from everfed.errors import UserError
+from everfed.errors import UserError, optional_package
 from everfed.reports import figures, html
 from everfed.reports.dashboard import Dashboard, NoRun, Note, Updates, assets
 from everfed.reports.figures import View
@@ -59,11 +59,7 @@ def create_app(root: Path, token: str | None = None, every: float = EVERY) -> "F
 
 
 def _fastapi() -> Any:
-    try:
-        import fastapi
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"the dashboard needs {error.name}: pip install 'everfed[ui]'") from error
+    _, fastapi = (optional_package(name, "ui", "the dashboard") for name in ("uvicorn", "fastapi"))
     return fastapi
 
 
