@@ -15,8 +15,16 @@ from everfed.core.handle import Client
 from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
 from everfed.methods import registry as methods
-from everfed.methods.personal.fedl2p import FedL2P, Look, spread
-from everfed.methods.personal.meta_nets import MetaNets, Sites, clamped, input_moments, symmetric_divergence
+from everfed.methods.personal.fedl2p import (
+    FedL2P,
+    Look,
+    MetaNets,
+    Sites,
+    clamped,
+    input_moments,
+    spread,
+    symmetric_divergence,
+)
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
 
 QUICK = {"fedl2p": {"epochs": 2, "hidden": 5}}

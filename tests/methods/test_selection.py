@@ -12,19 +12,17 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.optimize import minimize
 
-from everfed.methods.replay.capped_simplex import (
+from everfed.methods.replay.diversity import (
+    Candidates,
     accelerated_projected_gradient,
+    convex_weights,
     largest,
     largest_eigenvalue,
     noisy_uniform,
+    objective,
     pairwise_descent,
     project,
     refine_by_swaps,
-)
-from everfed.methods.replay.diversity import (
-    Candidates,
-    convex_weights,
-    objective,
     select,
     zero_diagonal_weights,
 )

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from everfed.method import END, TOGETHER, Client, Cohort, Mean, Phase, Server, Tells, option
-from everfed.methods.replay.capped_simplex import largest
 from everfed.methods.replay.diversity import (
     RELAXATIONS,
     Candidates,
     Seed,
     convex_weights,
+    largest,
     select,
     zero_diagonal_weights,
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from everfed.core.data import minibatches
 from everfed.method import option
 from everfed.methods.regularise.fedssi import check_rate, proximity
-from everfed.methods.replay.capped_simplex import largest
+from everfed.methods.replay.diversity import largest
 from everfed.methods.replay.memory import Policy, Pool
 from everfed.methods.replay.sample_gradients import norms_at
 
