@@ -78,6 +78,7 @@ PARTS: dict[str, str] = {
     "fedl2p": "personal.fedl2p:FedL2P",
     "fedweit": "personal.fedweit:FedWeIT",
     "fed-cprompt": "pretrained.prompts:FedCPrompt",
+    "dolfin": "pretrained.dolfin:DOLFIN",
     "ffa-lora": "pretrained.lora:FFALoRA",
     "lora": "pretrained.lora:LoRA",
     "lorm": "pretrained.lorm:LoRM",
@@ -226,6 +227,7 @@ PRESETS: dict[str, Preset] = {
     "ffa-lora": _preset(
         "LoRA with one factor random and frozen, so that averaging is exact", "fedavg", "ffa-lora", **_BY_SAMPLES
     ),
+    "dolfin": _preset("LoRA in directions that earlier tasks' inputs do not use", "fedavg", "dolfin", **_BY_SAMPLES),
     "regmean": _preset("linear layers merged in least squares by the Gram matrices of their inputs", "regmean"),
     "lorm": _preset("LoRA with one factor at a time, merged in closed form", "lorm"),
     "pilora": _preset("prototypes of classes, and one LoRA for every task, orthogonal to earlier ones", "pilora"),

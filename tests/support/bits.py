@@ -46,6 +46,7 @@ SMALL: Table = {
     "lander": {**SYNTHESIS, "width": 4, "group": 3},
     "lora": {"rank": 2},
     "ffa-lora": {"rank": 2},
+    "dolfin": {"rank": 2},
     "lorm": {"rank": 2},
     "pilora": {"rank": 2},
     "mfcl": {"gen_steps": 4, "gen_chunk": 2, "gen_batch": 8, "syn_batch": 4, "z_dim": 4, "gen_light": True},
@@ -60,8 +61,8 @@ SMALL: Table = {
 VIT = {"kind": "vit", "patch": 4, "width": 8, "depth": 1, "heads": 2}
 CNN = {"kind": "conv-4", "width": 4}  # has BatchNorm
 NETWORKS: Mapping[str, Table] = {
-    **dict.fromkeys(("lora", "ffa-lora", "regmean", "lorm", "pilora", "prompt-l2p", "prompt-dual", "prompt-coda",
-                     "coda-lwf", "fed-cprompt", "prompt-hgp"), VIT),
+    **dict.fromkeys(("lora", "ffa-lora", "dolfin", "regmean", "lorm", "pilora", "prompt-l2p", "prompt-dual",
+                     "prompt-coda", "coda-lwf", "fed-cprompt", "prompt-hgp"), VIT),
     **dict.fromkeys(("target", "lander", "fedprox", "fedcurv", "fednova", "scaffold", "glfc"), CNN),
 }  # fmt: skip
 
