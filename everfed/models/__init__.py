@@ -19,6 +19,7 @@ from everfed.errors import SettingError
 from everfed.models.pretrained import (
     HF,
     TIMM,
+    ConvertsWeights,
     ModelError,
     build_hf,
     build_timm,
@@ -110,6 +111,8 @@ def build(
             draw_he(module)
     if "weights" in ours and rebuilding is None:
         load_weights(module, ours["weights"], data_folder, ours.get("head", ""))
+    elif rebuilding and isinstance(module, ConvertsWeights):
+        module.converted({}, rebuilding)
     patterns = ours.get("trainable")
     if patterns is not None:
         freeze(module, patterns)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,25 +43,32 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "quick-gelu": lambda x: x * torch.sigmoid(1.702 * x),  # of OpenAI's CLIP
+}
+
+
 class FeedForward(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, activation: str) -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, hidden)
         self.fc2 = nn.Linear(hidden, width)
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(functional.gelu(self.fc1(x)))
+        return self.fc2(ACTIVATIONS[self.activation](self.fc1(x)))
 
 
 class Block(nn.Module):
     """Attention and feed-forward network, each with a layer norm before it and a residual around it."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, activation: str = "gelu") -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=EPS)
         self.attn = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=EPS)
-        self.mlp = FeedForward(width, 4 * width)
+        self.mlp = FeedForward(width, 4 * width, activation)
 
     def forward(self, x: Tensor, prefix: Prefix | None = None) -> Tensor:
         x = x + self.attn(self.norm1(x), prefix)
@@ -89,7 +96,8 @@ class Prompts(nn.Module, ABC):
 
 class ViT(nn.Module):
     """patch: pixels a side. width, depth, heads: of the blocks. image: pixels a side to which images are resized inside
-    the network (bilinear), 0 for the size they have.
+    the network (bilinear), 0 for the size they have. norm_pre: a layer norm before the blocks, and activation: one of
+    ACTIVATIONS; CLIP's vision tower has the norm, OpenAI's with quick-gelu.
 
     The defaults, on 32x32 colour images, have 2,710,948 parameters with 100 classes. Features, the head's input, are
     the class token after the last layer norm.
@@ -104,16 +112,22 @@ class ViT(nn.Module):
         depth: int = 6,
         heads: int = 3,
         image: int = 0,
+        norm_pre: bool = False,
+        activation: str = "gelu",
     ) -> None:
         super().__init__()
         self.image = _side(input_shape, patch, image)
         if width % heads:
             raise ValueError(f"width must be a multiple of heads; got width = {width}, heads = {heads}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+        self.activation = activation
         self.width = width
         self.patch_embed = Patches(input_shape[0], patch, width)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.pos_embed = nn.Parameter(torch.zeros(1, (self.image // patch) ** 2 + 1, width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm_pre: nn.Module = nn.LayerNorm(width, eps=EPS) if norm_pre else nn.Identity()
+        self.blocks = nn.ModuleList(Block(width, heads, activation) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=EPS)
         self.head: nn.Module = nn.Linear(width, classes)
         self.prompts: Prompts | None = None
@@ -138,13 +152,21 @@ class ViT(nn.Module):
     def converted(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
         """A weight file's tensors under this network's names. The epsilon of layer norms is that of the config;
         positions of another image size are interpolated."""
+        config = config.get("vision_config", config)
         for layer in self.modules():
             if isinstance(layer, nn.LayerNorm):
                 layer.eps = float(config.get("layer_norm_eps", layer.eps))
+        wanted = str(config.get("hidden_act", self.activation)).replace("_", "-")
+        if wanted != self.activation and wanted in ACTIVATIONS:
+            raise ValueError(f"the file is of a network with activation = {wanted!r}; set model.activation to it")
         named = own_names(tensors)
         if "pos_embed" in named:
             named["pos_embed"] = resized_positions(named["pos_embed"], self.pos_embed.shape[1])
         return named
+
+    def rebuilding(self) -> dict[str, Any]:
+        """What a weight file's config changed."""
+        return {} if self.norm.eps == EPS else {"layer_norm_eps": self.norm.eps}
 
     def class_token(self, tokens: Tensor, prefixes: Mapping[int, Prefix] | None = None) -> Tensor:
         """(n, width): after all blocks and the last layer norm."""
@@ -155,7 +177,8 @@ class ViT(nn.Module):
         if x.shape[-1] != self.image:
             x = functional.interpolate(x, size=(self.image, self.image), mode="bilinear")
         tokens = self.patch_embed(x)
-        return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], 1) + self.pos_embed
+        tokens = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], 1) + self.pos_embed
+        return self.norm_pre(tokens)
 
     def run_blocks(self, tokens: Tensor, prefixes: Mapping[int, Prefix] | None = None) -> Tensor:
         """The tokens after all blocks; block i attends to prefixes[i], too."""
@@ -231,6 +254,18 @@ _HUGGING_FACE = {
     "intermediate.dense": "mlp.fc1",
     "output.dense": "mlp.fc2",
 }
+_CLIP = {
+    "embeddings.patch_embedding.": "embeddings.patch_embeddings.projection.",
+    "pre_layrnorm.": "norm_pre.",
+    "post_layernorm.": "layernorm.",
+    "encoder.layers.": "layers.",
+    ".layer_norm1.": ".layernorm_before.",
+    ".layer_norm2.": ".layernorm_after.",
+    ".self_attn.out_proj.": ".attention.output.dense.",
+    ".self_attn.q_proj.": ".attention.attention.query.",
+    ".self_attn.k_proj.": ".attention.attention.key.",
+    ".self_attn.v_proj.": ".attention.attention.value.",
+}  # CLIP's names -> ViT's, of transformers
 _SCALED = {
     "layer_scale1.lambda1": "attn.proj",
     "layer_scale2.lambda1": "mlp.fc2",
@@ -249,10 +284,28 @@ _QKV = tuple(f"attention.attention.{which}" for which in ("query", "key", "value
 
 
 def own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a weight file of ViT or DINOv2 under the names of `ViT`; timm's names are the same. Of a Hugging
-    Face file, queries, keys and values become one matrix in this order. What `ViT` has not is left out: the pooler, and
-    DINOv2's mask token, for training alone."""
-    return _without_layer_scale(_renamed(tensors))
+    """The tensors of a weight file of ViT, DINOv2 or CLIP's vision tower under the names of `ViT`; timm's names are the
+    same. Of a Hugging Face file, queries, keys and values become one matrix in this order. What `ViT` has not is left
+    out: the pooler, DINOv2's mask token, which is for training alone, and CLIP's text tower."""
+    return _without_layer_scale(_renamed(_vision_tower(tensors)))
+
+
+def _vision_tower(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Of CLIP, the vision tower under the names that transformers gives a ViT; other files as they are."""
+    inside = {name.split("vision_model.", 1)[1]: tensor for name, tensor in tensors.items() if "vision_model." in name}
+    inside = inside or dict(tensors)
+    if "embeddings.class_embedding" not in inside:
+        return tensors
+    inside.pop("embeddings.position_ids", None)
+    made = {"embeddings.cls_token": inside.pop("embeddings.class_embedding").view(1, 1, -1)}
+    made["embeddings.position_embeddings"] = inside.pop("embeddings.position_embedding.weight").unsqueeze(0)
+    patches = inside["embeddings.patch_embedding.weight"]
+    made["embeddings.patch_embeddings.projection.bias"] = patches.new_zeros(len(patches))
+    for name, tensor in inside.items():
+        for theirs, ours in _CLIP.items():
+            name = name.replace(theirs, ours)
+        made[name] = tensor
+    return made
 
 
 def _without_layer_scale(named: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -157,3 +157,34 @@ def test_dinov2s_layer_scale_is_folded_into_the_layers_before_it(tmp_path: Path)
     for layer in ("attn.proj", "mlp.fc2"):
         now, before = (net.blocks[0].get_submodule(layer) for net in (halved, ours))
         assert torch.equal(now.weight, 0.5 * before.weight) and torch.equal(now.bias, 0.5 * before.bias)
+
+
+@pytest.mark.parametrize("activation", ["quick_gelu", "gelu"])
+@pytest.mark.parametrize("towers", ["CLIPVisionModel", "CLIPModel"])
+def test_clips_vision_tower_is_a_vit(tmp_path: Path, activation: str, towers: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra `text` is not installed")
+    sizes = {"hidden_size": 24, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3}
+    vision = {**sizes, "image_size": 16, "patch_size": 4, "hidden_act": activation}
+    torch.manual_seed(0)
+    if towers == "CLIPVisionModel":
+        reference = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**vision)).eval()
+    else:
+        text = {**sizes, "vocab_size": 10, "max_position_embeddings": 5}
+        reference = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision)).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.normal_(std=0.3)
+    reference.save_pretrained(tmp_path)
+    own = activation.replace("_", "-")
+    options = {"patch": 4, "width": 24, "depth": 2, "heads": 3, "norm_pre": True, "weights": str(tmp_path)}
+    ours = models.build("vit", (3, 16, 16), 10, 0, {**options, "activation": own}).eval()
+    x = torch.randn(4, 3, 16, 16)
+    theirs = getattr(reference, "vision_model", reference)(x).pooler_output  # the class token after the last layer norm
+    torch.testing.assert_close(ours.features(x), theirs, rtol=1e-4, atol=1e-4)
+    other = "gelu" if activation == "quick_gelu" else "quick-gelu"
+    with pytest.raises(ValueError, match="activation"):
+        models.build("vit", (3, 16, 16), 10, 0, {**options, "activation": other})
+    with pytest.raises(ValueError, match="norm_pre"):
+        models.build(
+            "vit", (3, 16, 16), 10, 0, {**options, "norm_pre": False, "activation": activation.replace("_", "-")}
+        )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import everfed
+from everfed import models
 from everfed.api import reassemble
 from everfed.session import saved_model
 from everfed.session.export import export
@@ -145,6 +146,19 @@ def test_weights_are_not_read_again(tmp_path: Path) -> None:
     everfed.run(recipe(write_data(tmp_path), model=model), tmp_path / "run")
     weights.unlink()
     assert load(tmp_path / "run").predict(np.zeros((1, 8, 8, 3), np.uint8)).shape == (1,)
+
+
+def test_what_a_config_beside_the_weights_says_is_kept(tmp_path: Path) -> None:
+    """The epsilon of layer norms, large enough to be seen in every output."""
+    sizes = {"patch": 4, "width": 8, "depth": 1, "heads": 2}
+    (tmp_path / "vit").mkdir()
+    tensors = models.build("vit", SHAPE, CLASSES, 1, sizes).state_dict()
+    safetensors.torch.save_file(tensors, tmp_path / "vit/model.safetensors")
+    (tmp_path / "vit/config.json").write_text('{"layer_norm_eps": 0.5}')
+    model = {"kind": "vit", **sizes, "weights": str(tmp_path / "vit")}
+    everfed.run(recipe(write_data(tmp_path), model=model), tmp_path / "run")
+    network = load(tmp_path / "run").model
+    assert {layer.eps for layer in network.modules() if isinstance(layer, nn.LayerNorm)} == {0.5}
 
 
 def test_a_network_with_low_rank_factors_is_loaded(tmp_path: Path) -> None:
