@@ -45,7 +45,6 @@ _SEED = "selection"  # names the random start of the last descent: the same with
 @dataclass(frozen=True)
 class Uncoordinated(Policy):
     relaxation: str = option("zero-diagonal", one_of=RELAXATIONS, about="of the choice to weights (see `diversity`)")
-    swap_refine: bool = option(False, about="improve the choice by single exchanges (not in the paper)")
 
     kind = "uncoordinated"
     about = "each client by itself: samples whose gradients point in different directions"
@@ -54,7 +53,7 @@ class Uncoordinated(Policy):
         if len(pool) <= size or size == 0:
             return np.arange(min(len(pool), size))
         seed = pool.client.key(_SEED)
-        return select(pool.gradients(), size, self.relaxation, seed=seed, swap_refine=self.swap_refine)
+        return select(pool.gradients(), size, self.relaxation, seed=seed)
 
 
 @dataclass(frozen=True)
