@@ -46,41 +46,35 @@ class Batch:
     only_outputs: bool = False
 
 
+# what a step looks up of its parts
+_HOOKS = ("batches", "forward", "objective", "loss", "gradient", "after")
+
+
+@dataclass(eq=False)
 class Training:
     """A local training at one step. Built once per local training; `begin` moves it to the next step. Parts see it
-    through a `Step` each."""
+    through a `Step` each. received: (P,) the model that the server sent last."""
 
-    def __init__(
-        self,
-        context: Context,
-        replica: Replica,
-        forward: Callable[[Tensor], Tensor],
-        task_loss: Callable[[Tensor, Tensor], Tensor],
-        state: State,
-        message: Mapping[str, Tree],
-        received: Tensor,
-    ) -> None:
-        self.context = context
-        self.replica = replica
-        self.forward = forward
-        self.task_loss = task_loss
-        self.state = state
-        self.message = message
-        self.received = received  # (P,) the model the server sent last
-        self.rows: dict[str, dict[str, Tensor]] = {}
-        self.x: Tensor = received
-        self.y: Tensor = received
-        self.outputs: Tensor = received  # of the real batch
-        self.all_outputs: Tensor = received  # of the real batch and the joined ones
-        self.all_y: Tensor = received
-        self.batches: dict[str, dict[str, Batch]] = {}
-        self.handed: dict[str, dict[str, Tensor]] = {}
-        self.cuts: list[GraphCut] = []  # between losses and the outputs of separate batches
+    context: Context
+    replica: Replica
+    parts: Sequence[Part]
+    optimizer: Optimizer
+    moments: Moments
+    forward: Callable[[Tensor], Tensor]
+    task_loss: Callable[[Tensor, Tensor], Tensor]
+    state: State
+    message: Mapping[str, Tree]
+    received: Tensor
+
+    def __post_init__(self) -> None:
+        layout = self.replica.layout
+        self.defining = {hook: [part for part in self.parts if overrides(part, hook)] for hook in _HOOKS}
+        self.substeps = Substeps.of(self.parts, layout)
+        self.scales = self.optimizer.scales(layout, self.replica.params.device)
         self.checked = False  # did the first step keep to what steps may change?
         self._steps: dict[str, Step] = {}
-        self._defining: dict[str, list[Part]] = {}
-        self._substeps: Substeps | None = None
-        self._scales: tuple[Optimizer, Scales | None] | None = None
+        self.outputs = self.all_outputs = self.all_y = self.received  # of the minibatch; with the joined batches
+        self.begin(self.received, self.received, {})
 
     def of(self, part: str) -> Step:
         """The step as this part sees it."""
@@ -89,24 +83,20 @@ class Training:
         return self._steps[part]
 
     def begin(self, x: Tensor, y: Tensor, rows: dict[str, dict[str, Tensor]]) -> None:
-        """Take the next minibatch and the parts' planned rows."""
+        """Take the next minibatch and the parts' planned rows. cuts: between losses and outputs of separate batches."""
         self.x, self.y, self.rows = x, y, rows
-        self.batches, self.handed, self.cuts = {}, {}, []
+        self.batches: dict[str, dict[str, Batch]] = {}
+        self.handed: dict[str, dict[str, Tensor]] = {}
+        self.cuts: list[GraphCut] = []
 
-    def defining(self, parts: Sequence[Part], hook: str) -> list[Part]:
-        """The parts that define this hook, looked up in the first step."""
-        if hook not in self._defining:
-            self._defining[hook] = [part for part in parts if overrides(part, hook)]
-        return self._defining[hook]
-
-    def states(self, parts: Sequence[Part]) -> dict[str, Seen]:
+    def states(self) -> dict[str, Seen]:
         """The states of the parts, as they are before a step."""
-        return {part.name: seen(self.of(part.name).state) for part in parts}
+        return {part.name: seen(self.of(part.name).state) for part in self.parts}
 
-    def check(self, parts: Sequence[Part], before: Mapping[str, Seen]) -> None:
+    def check(self, before: Mapping[str, Seen]) -> None:
         """Raises CompositionError for what a step did to a state that would be lost; looked at after the first."""
-        allowed = changing(parts, self.state)
-        for part in parts:
+        allowed = changing(self.parts, self.state)
+        for part in self.parts:
             check_step(part, before[part.name], self.of(part.name).state, allowed.get(part.name, {}))
         self.checked = True
 
@@ -122,19 +112,6 @@ class Training:
     def gradients(self, loss: Tensor) -> list[Gradients]:
         """The gradients of `loss` by parameters, one tuple for each backward pass."""
         return self.replica.gradients(loss, self.cuts)
-
-    def scales(self, optimizer: Optimizer) -> Scales | None:
-        """The optimiser's own rates and decays for every parameter, made in the first step."""
-        # equal ones share the tensors: a captured step reads them where they lie
-        if self._scales is None or self._scales[0] != optimizer:
-            self._scales = (optimizer, optimizer.scales(self.replica.layout, self.replica.params.device))
-        return self._scales[1]
-
-    def substeps(self, parts: Sequence[Part]) -> Substeps:
-        """Which parameters each substep and the step itself move; the same in all steps of a local training."""
-        if self._substeps is None:
-            self._substeps = Substeps.of(parts, self.replica.layout)
-        return self._substeps
 
 
 class Step:
@@ -268,56 +245,46 @@ class Step:
             return self.grad(self.task_loss(self.forward(x), y))
 
 
-def train_step(
-    training: Training, parts: Sequence[Part], optimizer: Optimizer, moments: Moments, rate: Tensor
-) -> Tensor:
+def train_step(training: Training, rate: Tensor) -> Tensor:
     """Forward, loss terms, backward, gradient rules, optimiser, the parts' own updates; substeps before and after.
     Returns the loss of the step itself, detached."""
-    before = None if training.checked else training.states(parts)
-    substeps = training.substeps(parts)
-    for move in substeps.before:
-        _substep(training, move, optimizer, moments, rate)
-    for part in training.defining(parts, "batches"):
+    before = None if training.checked else training.states()
+    for move in training.substeps.before:
+        _substep(training, move, rate)
+    for part in training.defining["batches"]:
         training.batches[part.name] = part.batches(training.of(part.name))
-    _forward(training, parts)
-    loss = _objective(training, parts)
-    for part in training.defining(parts, "loss"):
+    _forward(training)
+    loss = _objective(training)
+    for part in training.defining["loss"]:
         term = part.loss(training.of(part.name))
         loss = loss if term is None else loss + term
     passes = training.gradients(loss)
     with torch.no_grad():
-        _descend(training, parts, passes, optimizer, moments, rate)
-    for move in substeps.after:
-        _substep(training, move, optimizer, moments, rate)
+        _descend(training, passes, rate)
+    for move in training.substeps.after:
+        _substep(training, move, rate)
     if before is not None:
-        training.check(parts, before)
+        training.check(before)
     return loss.detach()
 
 
-def _descend(
-    training: Training,
-    parts: Sequence[Part],
-    passes: Sequence[Gradients],
-    optimizer: Optimizer,
-    moments: Moments,
-    rate: Tensor,
-) -> None:
+def _descend(training: Training, passes: Sequence[Gradients], rate: Tensor) -> None:
     """Gradient rules, optimiser, the parts' own updates."""
-    replica = training.replica
+    replica, optimizer, moments = training.replica, training.optimizer, training.moments
     gradient = Gradient(replica, passes)
-    for part in training.defining(parts, "gradient"):
+    for part in training.defining["gradient"]:
         changed = part.gradient(training.of(part.name), gradient)
         gradient = changed if isinstance(changed, Gradient) else Gradient.of(replica, _whole(changed, part, replica))
-    kernel = gradient.lazy and _has_kernel(replica, parts, optimizer)
+    kernel = gradient.lazy and _has_kernel(training)
     if kernel:
         velocity = moments.get("momentum")
         replica.descend(gradient.passes, rate, optimizer.weight_decay, optimizer.momentum, velocity, gradient.conflict)
     else:
-        main, scales = training.substeps(parts).main, training.scales(optimizer)
-        own = None if scales is None else scales.within(main)
+        main = training.substeps.main
+        own = None if training.scales is None else training.scales.within(main)
         optimizer.apply(replica.params[main], gradient.vector[main], moments, rate, own)
     before = replica.params._version
-    for part in training.defining(parts, "after"):
+    for part in training.defining["after"]:
         part.after(training.of(part.name))
     if not kernel or replica.params._version != before:  # a part changed the parameters
         replica.refresh()
@@ -334,21 +301,22 @@ def _whole(changed: object, part: Part, replica: Replica) -> Tensor:
     )
 
 
-def _has_kernel(replica: Replica, parts: Sequence[Part], optimizer: Optimizer) -> bool:
+def _has_kernel(training: Training) -> bool:
     """Is there one kernel for SGD's update and all that comes before it?"""
+    optimizer = training.optimizer
     plain = optimizer.kind == "sgd" and not (optimizer.clip or optimizer.groups)
-    return replica.can_descend and plain and not any(isinstance(part, HasSubsteps) for part in parts)
+    return training.replica.can_descend and plain and not any(isinstance(part, HasSubsteps) for part in training.parts)
 
 
-def _substep(training: Training, move: Move, optimizer: Optimizer, moments: Moments, rate: Tensor) -> None:
+def _substep(training: Training, move: Move, rate: Tensor) -> None:
     replica = training.replica
     gradient = replica.gradient(move.substep.loss(training.of(move.part.name)), move.span)
     with torch.no_grad():
-        move.apply(replica.params, gradient, moments, optimizer, rate, training.scales(optimizer))
+        move.apply(replica.params, gradient, training.moments, training.optimizer, rate, training.scales)
         replica.refresh()
 
 
-def _forward(training: Training, parts: Sequence[Part]) -> None:
+def _forward(training: Training) -> None:
     """One forward for the real batch and the joined ones together, one for each separate batch.
 
     A network that treats every sample by itself gives separate batches the same outputs in one forward with the rest,
@@ -358,7 +326,7 @@ def _forward(training: Training, parts: Sequence[Part]) -> None:
     brought = [batch for batches in training.batches.values() for batch in batches.values()]
     joined = [batch for batch in brought if batch.joined]
     apart = [batch for batch in brought if not batch.joined]
-    own_forward = bool(training.defining(parts, "forward"))
+    own_forward = bool(training.defining["forward"])
     one_pass = not replica.mixes_samples or (replica.normalises_apart and not own_forward)
     together = [*joined, *apart] if one_pass else joined
     training.all_y = training.y
@@ -390,8 +358,8 @@ def _together(step: Training, batches: Sequence[Batch]) -> Tensor:
     return step.forward_inputs(torch.cat([step.inputs(step.x), *ready]))
 
 
-def _objective(training: Training, parts: Sequence[Part]) -> Tensor:
-    for part in training.defining(parts, "objective"):
+def _objective(training: Training) -> Tensor:
+    for part in training.defining["objective"]:
         return part.objective(training.of(part.name))
     return training.task_loss(training.all_outputs, training.all_y)
 

@@ -309,16 +309,24 @@ class Trainer:
                 }
                 seed_global(self.device, job.seed, index)
                 self.load_batch(training, x, y, rows)
-                total += train_step(training, job.parts, job.optimizer, job.moments, rates[index])
+                total += train_step(training, rates[index])
         return Fitted(job.model, replica.model(), job.state, job.moments, total, len(job.data), job.schedule.steps)
 
     def new_training(self, job: Job) -> Training:
         def forward(x: Tensor) -> Tensor:
             return self.forward(x, job.state, job.message)
 
-        received = job.received.to(self.device)
         return Training(
-            job.context, self.replica, forward, self.task_loss(job.context), job.state, job.message, received
+            job.context,
+            self.replica,
+            job.parts,
+            job.optimizer,
+            job.moments,
+            forward,
+            self.task_loss(job.context),
+            job.state,
+            job.message,
+            job.received.to(self.device),
         )
 
     def load_batch(self, training: Training, x: Tensor, y: Tensor, rows: dict[str, dict[str, Tensor]]) -> None:

@@ -287,18 +287,28 @@ class Workspace:
         }
         self.trainer.load_batch(self.training, self.x, self.y, rows)
         rate = row[:1].view(torch.float32)[0]
-        loss = train_step(self.training, self.job.parts, self.job.optimizer, self.moments, rate)
+        loss = train_step(self.training, rate)
         self.total.add_(loss)
         self.index.add_(1)
 
     def _new_training(self) -> Training:
-        trainer = self.trainer
+        trainer, job = self.trainer, self.job
 
         def forward(x: Tensor) -> Tensor:
             return trainer.forward(x, self.state, self.message)
 
-        loss = trainer.masked_loss(self.mask)
-        return Training(self.job.context, trainer.replica, forward, loss, self.state, self.message, self.received)
+        return Training(
+            job.context,
+            trainer.replica,
+            job.parts,
+            job.optimizer,
+            self.moments,
+            forward,
+            trainer.masked_loss(self.mask),
+            self.state,
+            self.message,
+            self.received,
+        )
 
     def _changed(self) -> list[Tensor]:
         replica = self.trainer.replica

@@ -255,9 +255,10 @@ def test_the_network_sees_what_a_part_did_to_the_parameters(halves: bool, kernel
     def forward(x: Tensor) -> Tensor:
         return replica.module(x.bfloat16()).float()  # type: ignore[no-any-return]
 
-    training = Training(empty, replica, forward, lambda outputs, y: outputs.sum(), {}, {}, replica.params)
+    given = [After(halves)], Optimizer(lr=0.5), {}, forward, lambda outputs, y: outputs.sum()
+    training = Training(empty, replica, *given, {}, {}, replica.params)
     training.begin(torch.ones(1, 1), torch.zeros(1), {})
-    loss = train_step(training, [After(halves)], Optimizer(lr=0.5), {}, torch.tensor(0.5))
+    loss = train_step(training, torch.tensor(0.5))
     assert loss.item() == 3.0 and replica.params.tolist() == [0.75 if halves else 1.5, 0.5]
     assert torch.equal(replica.low.float(), replica.params) and len(refreshed) == halves
 

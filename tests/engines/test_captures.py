@@ -20,9 +20,6 @@ from everfed.core.context import Setup, TrainOptions
 from everfed.core.data import Table
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
-from everfed.core.option import ParameterGroup
-from everfed.core.step import Training
-from everfed.core.trainer import Trainer
 from everfed.engines.captured_steps import Columns, Workspace, kernel_search, share_of_steps
 from everfed.engines.graphs import Graphs
 from everfed.engines.slots import Tuner
@@ -316,15 +313,6 @@ def test_a_graph_whose_inputs_are_gone_is_an_error_of_the_stand_in(device: Devic
     del place
     with pytest.raises(RuntimeError, match="freed after its capture"):
         graph.replay()
-
-
-def test_equal_optimisers_share_the_rates_that_graphs_read() -> None:
-    case = bench("fedavg")
-    setup = case.setup()
-    replica = Trainer(setup.stream, setup.facts.layout, case.build_module).replica
-    training = Training(None, replica, None, None, {}, {}, replica.params)  # type: ignore[arg-type]
-    first, second = (Optimizer(lr=0.1, groups=(ParameterGroup(("*bias*",), lr=0.2),)) for _ in range(2))
-    assert first is not second and training.scales(first) is training.scales(second)
 
 
 def test_kernels_are_searched_only_for_shapes_that_are_frequent(device: Device) -> None:

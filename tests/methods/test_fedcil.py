@@ -221,8 +221,8 @@ def test_the_weight_of_real_data_is_one_in_the_first_task_and_half_later() -> No
     fixed.start(client)
     data, received, trainer = client.data, client.model["params"], client.trainer
     client.state |= {"classes": part._competing(client), "old": received[part.generator_span(case.layout())]}
-    given = client.states, {}, received
-    training = Training(client.context, trainer.replica, trainer.forward, lambda o, y: o.sum(), *given)
+    given = trainer.forward, lambda o, y: o.sum(), client.states, {}, received
+    training = Training(client.context, trainer.replica, [fixed], Optimizer(), {}, *given)
     step, labels = training.of("fedcil"), torch.zeros(4, dtype=torch.int64)
     training.begin(data.x[:4], data.y[:4], {"fedcil": {"fake": labels}})
     assert fixed.objective(step).item() == 3.0
