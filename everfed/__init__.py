@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everfed import streams
-    from everfed.api import LoadedRun, check, load, resume, run
+    from everfed.api import LoadedRun, check, forget, load, resume, run
     from everfed.errors import CompositionError, RecipeError, UserError
     from everfed.experiments import Comparison, compare, sweep
     from everfed.experiments.papers.reproducing import reproduce
@@ -38,6 +38,7 @@ _PLACES = {  # name -> module, and what it is called there
     "UserError": "errors:UserError",
     "check": "api:check",
     "compare": "experiments:compare",
+    "forget": "api:forget",
     "load": "api:load",
     "method": "method:",
     "read_recipe": "recipe:read",
@@ -60,6 +61,7 @@ __all__ = [
     "__version__",
     "check",
     "compare",
+    "forget",
     "load",
     "read_recipe",
     "report",

@@ -233,6 +233,36 @@ def _extend(folder: RunFolder, tasks: int, model: nn.Module | None, data_dir: st
             extend(folder, run, longer, to_toml(reading.recipe))
 
 
+def forget(
+    folder: str | Path,
+    *,
+    clients: Sequence[int] = (),
+    classes: Sequence[int] = (),
+    samples: Sequence[int] = (),
+    stream: Stream | None = None,
+    model: nn.Module | None = None,
+    data_dir: str | Path | None = None,
+) -> Result:
+    """Withdraw training samples from a finished run of ridge or RanPAC: its model, sums and scores are then, bit for
+    bit, those of the run that never saw them. A sample is withdrawn if all that is given names it: its client, its
+    class, its id (of one client). The data must be there as in the run. `forgotten.jsonl` says what was done.
+    """
+    opened = RunFolder.open(Path(folder))
+    if opened.read_result() is None:
+        raise RunError(f"{folder} is not finished; go on with `everfed resume {folder}`")
+    if opened.read_settings().get("federated"):
+        raise RunError(
+            f"{folder} is a federation: its clients' data are theirs, and no server may pick samples of them"
+        )
+    reading = read_placed(opened.recipe)
+    with users_errors(reading.places), opened.held():
+        from everfed.session import forget as withdraw
+
+        made = reassemble(opened, stream, data_dir, model=model)
+        given = {"clients": list(clients), "classes": list(classes), "samples": list(samples)}
+        return Result(opened.path, withdraw(made, opened, given, lambda event: None))
+
+
 def load(
     folder: str | Path,
     *,

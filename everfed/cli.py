@@ -16,7 +16,7 @@ from everfed.errors import FAULT, exit_code, in_own_code, sentence
 PLACES = {
     **{
         name: f"{name}:{name}"
-        for name in ("init", "run", "resume", "compare", "sweep", "reproduce", "submit", "record")
+        for name in ("init", "run", "resume", "forget", "compare", "sweep", "reproduce", "submit", "record")
     },
     **{name: f"{name}:{name}" for name in ("leaderboard", "demo", "show", "report", "samples", "export", "ui")},
     "bench": "bench:bench",

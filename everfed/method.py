@@ -22,6 +22,7 @@ from everfed.core.part import (
     HISTORY,
     PLAIN,
     SHARED,
+    STALE,
     TASK_ID,
     TOGETHER,
     WHOLE,
@@ -32,7 +33,22 @@ from everfed.core.part import (
     Tables,
     overrides,
 )
-from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Collect, Mean, Phase, Reducer, Sum, Tells, When, every
+from everfed.core.phase import (
+    ALWAYS,
+    BEGIN,
+    END,
+    FIRST,
+    ON_REQUEST,
+    Cohort,
+    Collect,
+    Mean,
+    Phase,
+    Reducer,
+    Sum,
+    Tells,
+    When,
+    every,
+)
 from everfed.core.replica import Gradient
 from everfed.core.step import Batch, Step, Substep
 from everfed.core.stream import RoundPlan, Stream
@@ -63,8 +79,10 @@ __all__ = [
     "HELD_OUT",
     "HISTORY",
     "MODEL",
+    "ON_REQUEST",
     "PLAIN",
     "SHARED",
+    "STALE",
     "TASK_ID",
     "TOGETHER",
     "WHOLE",

@@ -102,7 +102,8 @@ def _method(name: str) -> Facts:
 
 
 _WHO = {"sampled": "this round's clients", "all": "all clients", "boundary": "clients whose task begins or ends"}
-_WHEN = {"first": "in the first round", "begin": "when a task begins", "end": "when a task ends"}
+_WHEN = {"first": "in the first round", "begin": "when a task begins", "end": "when a task ends",
+         "request": "on request"}  # fmt: skip
 
 
 def _exchange(phase: Any) -> str:

@@ -48,6 +48,7 @@ CLASSES = "classes"  # every sample must have one class: neither several labels,
 EAGER = "eager"  # its steps cannot be captured in a CUDA graph: they run as they come
 SHARED = "shared"  # sends vectors over all parameters: no part may keep some of them on the clients
 WHOLE = "whole"  # keeps vectors over all parameters: no part may train only some of them at a time
+STALE = "stale"  # for replies that arrive rounds after the model was sent: a stream has them, or it does not
 PLAIN = "plain"  # compares features of the network itself: no part may change its forward pass
 
 

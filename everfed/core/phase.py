@@ -68,6 +68,7 @@ ALWAYS = Rounds("every")
 FIRST = Rounds("first")
 BEGIN = Rounds("begin")
 END = Rounds("end")
+ON_REQUEST = Rounds("request")  # in no round: when a user asks for it, once a run is over
 
 
 def every(rounds: int, offset: int = 0) -> Rounds:
@@ -116,6 +117,8 @@ class Phase:
         """Does it run in round `index` of `rounds`? Tasks begin and end for the clients concerned (BOUNDARY), or for
         the server."""
         if index + 1 == rounds and not self.in_last_round:
+            return False
+        if self.rounds.kind == "request":
             return False
         if self.rounds.kind == "first":
             return index == 0

@@ -3,5 +3,6 @@ what came of it."""
 
 from everfed.session.assembly import OtherWeights, Run, assemble, build_method, identity_of
 from everfed.session.execution import estimate, execute
+from everfed.session.forgetting import forget
 
-__all__ = ["OtherWeights", "Run", "assemble", "build_method", "estimate", "execute", "identity_of"]
+__all__ = ["OtherWeights", "Run", "assemble", "build_method", "estimate", "execute", "forget", "identity_of"]

@@ -29,6 +29,7 @@ from everfed.streams.incremental import IncrementalStream
 from everfed.streams.options import OptionError, Options, require_choice, require_whole
 from everfed.streams.own import MakeStream, Own, Period
 from everfed.streams.planned import PlannedStream
+from everfed.streams.withdrawal import without_samples
 
 __all__ = [
     "PARTITIONS",
@@ -58,6 +59,10 @@ SCENARIOS: dict[str, tuple[str, str]] = {
     "task-incremental": (
         "class_incremental:TaskIncremental",
         "new classes in every task; the task of a test sample is known",
+    ),
+    "blurry": (
+        "blurry:Blurry",
+        "classes overlap between tasks without boundaries (i-Blurry, Si-Blurry)",
     ),
     "multi-domain": (
         "multi_domain:MultiDomain",
@@ -117,13 +122,18 @@ def build(
     """The stream of a recipe's [stream] table.
 
     Keys: dataset, scenario, seed (the stream's own; default `seed`), those of `Options`, and the scenario's own:
-    transform (domain-incremental), class_order (class- and task-incremental), domains (multi-domain), classes_per_task,
-    sample_split and class_overlap_within_step (task-pool), those of `Periods`, `Driving`, `Language` and `Own`. A
-    scenario `package.module:Name` is a class of the user's own, made from the table's other keys. Raises OptionError
-    for keys and values that are not allowed, DataError for a missing data set. The division of the data among clients
-    is drawn here.
+    transform (domain-incremental), class_order (class- and task-incremental), those of `Blurry`, domains
+    (multi-domain), classes_per_task, sample_split and class_overlap_within_step (task-pool), those of `Periods`,
+    `Driving`, `Language` and `Own`. The
+    table `withdrawn` leaves training samples out (`withdrawal.py`). A scenario `package.module:Name` is a class of the
+    user's own, made from the table's other keys. Raises OptionError for keys and values that are not allowed,
+    DataError for a missing data set. The division of the data among clients is drawn here.
     """
     table = dict(options)
+    if withdrawn := table.pop("withdrawn", None):
+        if not isinstance(withdrawn, Mapping):
+            raise OptionError("withdrawn", f"must be a table with clients, classes or samples; got {withdrawn!r}")
+        return without_samples(build(table, seed, rounds_per_task, data_dir, scale), withdrawn)
     if not isinstance(table.get("dataset"), (str, Path)) or not str(table["dataset"]):
         raise OptionError("dataset", f"expected the name or path of a data set, got {table.get('dataset')!r}")
     dataset = table.pop("dataset")

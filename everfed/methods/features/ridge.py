@@ -36,9 +36,12 @@ from torch.nn import functional
 
 from everfed.core import random
 from everfed.core.layout import TrainsPieces, head_name
+from everfed.data.withdrawn import Withdrawn
+from everfed.errors import Fault
 from everfed.method import (
     ALWAYS,
     END,
+    ON_REQUEST,
     AddsParameters,
     Client,
     Cohort,
@@ -160,7 +163,13 @@ class Ridge(ReplacesHead):
             own = {"sums": Collect(self._numbers, Tells.SUMS), "counts": Collect(tells=Tells.COUNTS)}
         whole = {**own, "classes": Mean(tells=Tells.CLASSES), "clipped": Sum(tells=Tells.AMOUNT)}
         who = (Cohort.BOUNDARY, END) if self.exchange == "task" else (Cohort.ALL, ALWAYS)
-        return (Phase("statistics", *who, reduce=whole, run=self._sums, update=self._new_head),)
+        statistics = Phase("statistics", *who, reduce=whole, run=self._sums, update=self._new_head)
+        if self.sums != "fixed" or self.groups or self.train_first:
+            return (statistics,)
+        withdraw = Phase(
+            "withdraw", Cohort.ALL, ON_REQUEST, reduce=whole, run=self._withdrawn_sums, update=self._take_out
+        )
+        return (statistics, withdraw, Phase("refit", Cohort.SERVER, ON_REQUEST, update=self._solve_again))
 
     @property
     def pairs(self) -> int:
@@ -182,6 +191,22 @@ class Ridge(ReplacesHead):
         self.check_head(client)
         client.state = {"host": {"counted": torch.from_numpy(np.concatenate([counted, data.ids]))}}
         return self._group_sums(client, data) if self.groups else self._whole_sums(client, data)
+
+    def _withdrawn_sums(self, client: Client):
+        """Sums over the samples that were counted and are withdrawn; they count no longer. Zeros of a client that has
+        none: under secure aggregation nobody sees whose samples they are."""
+        if client.attempt is not None:
+            raise CompositionError(f"part {self.name!r}: a server may not ask a client for the sums of chosen samples")
+        counted = client.state.get("host", {}).get("counted", torch.zeros(0, dtype=torch.int64)).numpy()
+        chosen = Withdrawn.from_tree(client.message).mask(client.id, client.data)
+        data = client.data.take(np.flatnonzero(chosen & np.isin(client.data.ids, counted)))
+        if len(data):
+            client.state = {"host": {"counted": torch.from_numpy(counted[~np.isin(counted, data.ids)])}}
+            return self._whole_sums(client, data)
+        classes, size = self._classes(client), self.size(client.layout)
+        shapes = {"gram": (size * (size + 1) // 2,), "products": (size, len(classes)), "counts": (len(classes),)}
+        zeros = {key: torch.zeros(self.pairs, *shape, dtype=self._kind) for key, shape in shapes.items()}
+        return {**zeros, "classes": classes, "clipped": 0}
 
     def _group_sums(self, client: Client, data: Data):
         """{sums (pairs, groups, classes, M), counts (pairs, groups, classes)} of random groups of samples."""
@@ -247,25 +272,43 @@ class Ridge(ReplacesHead):
     # the head --------------------------------------------------------------------------------------------------------
     def _new_head(self, server: Server) -> None:
         """G and Q of all clients and tasks so far, and the head that they give."""
-        held, reduced, every = server.state, server.reduced, server.facts.classes
+        held, new = server.state, self._reduced(server)
+        if new is None:
+            return
+        total = {key: value + held[key] if key in held else value for key, value in new.items()}
+        if total["counts"].sum() >= MOST_SAMPLES:
+            raise ValueError(f"{self.name}: sums of {MOST_SAMPLES:,} samples or more are no longer exact")
+        clipped = int(server.reduced["clipped"]) + held.get("clipped", 0)
+        server.state = {**total, "penalties": held.get("penalties", {}), "clipped": clipped}
+        self._solve_again(server)
+
+    def _reduced(self, server: Server) -> Tree | None:
+        """The sums that arrived, over all classes."""
+        reduced, every = server.reduced, server.facts.classes
         classes = None if reduced.get("counts") is None else class_numbers(reduced["classes"], every)
         if classes is None:
-            return
+            return None
         if self.groups:
             reduced = self._estimated(reduced, self.size(server.layout))
         size, kind = reduced["products"].shape[1], reduced["gram"].dtype
         products = torch.zeros(self.pairs, size, every, dtype=kind)
         counts = torch.zeros(self.pairs, every, dtype=kind)
         products[..., classes], counts[..., classes] = reduced["products"], reduced["counts"]
-        total = {"gram": reduced["gram"], "products": products, "counts": counts}
-        total = {key: value + held[key] if key in held else value for key, value in total.items()}
-        if total["counts"].sum() >= MOST_SAMPLES:
-            raise ValueError(f"{self.name}: sums of {MOST_SAMPLES:,} samples or more are no longer exact")
-        params = server.model["params"].clone()
-        weights, penalty = self.solve(total, params.device)
-        penalties = {**held.get("penalties", {}), str(server.round): penalty}
-        clipped = int(reduced["clipped"]) + held.get("clipped", 0)
-        server.state = {**total, "penalties": penalties, "clipped": clipped}
+        return {"gram": reduced["gram"], "products": products, "counts": counts}
+
+    def _take_out(self, server: Server) -> None:
+        """Whole numbers: what is left are the sums of the other samples, to the bit."""
+        found = self._reduced(server)
+        if found is None:
+            raise Fault(f"part {self.name!r}: no client's sums of withdrawn samples arrived; nothing was withdrawn")
+        left = {key: server.state[key] - value for key, value in found.items()}
+        server.state = {**server.state, **left, "clipped": server.state["clipped"] - int(server.reduced["clipped"])}
+
+    def _solve_again(self, server: Server) -> None:
+        """The head of the sums that there are."""
+        held, params = server.state, server.model["params"].clone()
+        weights, penalty = self.solve(held, params.device)
+        held["penalties"] = {**held["penalties"], str(server.round): penalty}
         server.model = {**server.model, "params": self.write(params, weights.float().T, server.layout)}
 
     def _estimated(self, reduced: Mapping[str, Any], size: int) -> Tree:
