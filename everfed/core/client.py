@@ -32,13 +32,15 @@ OWN = "client"
 @dataclass(frozen=True)
 class Reply:
     """What a client sends back. values: {part: {key: value}}; samples: its weight; loss: sum of its step losses. sent:
-    bytes by part of what was sent, where a part has changed the values since."""
+    bytes by part of what was sent, where a part has changed the values since. age: of the model that it was sent, in
+    rounds."""
 
     values: dict[str, Tree]
     samples: int = 0
     steps: int = 0
     loss: Tensor | float | None = None
     sent: Mapping[str, int] | None = None
+    age: int = 0
 
 
 def new_state(method: Method, context: Context) -> State:

@@ -62,15 +62,17 @@ class Replies:
             self.trained.append(Trained(client, loss, reply.steps, reply.samples))
 
 
-def opened(setup: Setup, phase: Phase, place: Place, message: Message | None, reply: Reply) -> Reply:
-    """A reply as it is checked and reduced, of a client that received `message`. Raises ValueError for one that cannot
-    be read."""
+def opened(
+    setup: Setup, phase: Phase, place: Place, message: Message | None, reply: Reply, model: Model | None = None
+) -> Reply:
+    """A reply as it is checked and reduced, of a client that received `message`. model: the shared one now, where it is
+    another than the client received. Raises ValueError for a reply that cannot be read."""
     opening = setup.method.opening
     if not opening or reply.sent is not None or not message or MODEL not in message:
         return reply
     received, sent = unwrap({MODEL: message[MODEL]})[MODEL], sizes(reply.values)
     for part in opening:
-        server = Server(part.name, {}, setup.server(phase.name, place), model=received, read_only=True)
+        server = Server(part.name, {}, setup.server(phase.name, place), model=model or received, read_only=True)
         reply = part.open(server, phase, reply, received)
     return replace(reply, sent=sent)
 

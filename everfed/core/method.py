@@ -26,6 +26,7 @@ from everfed.core.part import (
     HOOKS,
     PLAIN,
     SHARED,
+    STALE,
     TASK_ID,
     TOGETHER,
     WHOLE,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 _ONE_OWNER = ("objective", "forward")
 SGD = Optimizer()
-_NO_PARTS = frozenset({BOUNDARIES, TASK_ID, HISTORY, HELD_OUT, TOGETHER, CLASSES, EAGER, SHARED, WHOLE, PLAIN})
+_NO_PARTS = frozenset({BOUNDARIES, TASK_ID, HISTORY, HELD_OUT, TOGETHER, CLASSES, EAGER, SHARED, WHOLE, PLAIN, STALE})
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,12 @@ class Method:
     def fit_stream(self, stream: Stream) -> None:
         """Refuse a stream that hides what a part needs, on which clients change tasks at different rounds where a part
         needs them to do so together, or whose samples have no class where a part needs it."""
+        if stream.stale != self.needs(STALE):
+            raise CompositionError(
+                f"method {self.name!r}, stream {stream.name!r}: replies that arrive in later rounds (stream.arrivals) "
+                "and a part that weighs them belong together: set stream.arrivals, and put `+fedbuff` or `+fedasync` "
+                "behind the method's name"
+            )
         for part in self.parts:
             hidden = []
             if not stream.boundaries and needs_boundaries(part):

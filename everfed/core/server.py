@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from everfed.core.client import Reply
 from everfed.core.context import Context, Place, PlaceKey, Setup
 from everfed.core.engine import Absent, Engine, PhaseCall, Replies, opened
 from everfed.core.evaluate import Evaluation, scored_on_clients
@@ -25,11 +26,13 @@ from everfed.core.message import (
     Cached,
     Message,
     Model,
+    PerClient,
     State,
     Traffic,
     Values,
     addressed,
     payload_bytes,
+    unwrap,
     versions,
 )
 from everfed.core.option import EvalOptions
@@ -38,6 +41,7 @@ from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Reduction, When
 from everfed.core.stream import RoundPlan
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
+from everfed.errors import CompositionError
 
 
 @dataclass
@@ -59,6 +63,7 @@ class RunState:
     absent: Counter[str] = field(default_factory=Counter)  # how often clients did not count, by kind
     watched: dict[str, dict[str, Any]] = field(default_factory=dict)  # the monitors' own state
     pieces: dict[str, int] = field(default_factory=dict)  # versions of the shared vector's pieces
+    sent: dict[int, Tree] = field(default_factory=dict)  # messages of earlier rounds that clients still train with
 
     @property
     def place(self) -> PlaceKey:
@@ -82,7 +87,8 @@ class RunState:
                  "absent", "watched", "pieces")  # fmt: skip
         plain = {name: getattr(self, name) for name in names}
         plain |= {"up": self.traffic.up, "down": self.traffic.down}
-        return {"server": self.server, "plain": json.dumps(plain)}
+        sent = {"sent": {str(index): message for index, message in self.sent.items()}} if self.sent else {}
+        return {"server": self.server, "plain": json.dumps(plain), **sent}
 
     @staticmethod
     def from_tree(tree: Tree) -> RunState:
@@ -92,6 +98,7 @@ class RunState:
             setattr(state, name, plain[name])
         state.watched, state.initial = plain.get("watched", {}), plain.get("initial")
         state.pieces = plain.get("pieces", {})
+        state.sent = {int(index): message for index, message in tree.get("sent", {}).items()}
         state.held = {int(client): held for client, held in plain["held"].items()}
         state.rows = {int(task): row for task, row in plain["rows"].items()}
         state.traffic.up.update(plain["up"])
@@ -325,16 +332,39 @@ class Exchange:
         clients = phase.clients(place.plan)
         if not clients:
             return 0
-        down = self._count_down(clients, message)
-        for client, reply in self.engine.exchange(phase, clients, message, place):
-            replies.add(
-                client, reply if isinstance(reply, Absent) else opened(self.setup, phase, place, message, reply)
-            )
+        if phase.name == TRAIN and place.plan.began:
+            down = self._count_down(place.plan.starts, message)
+            found = self._arriving(phase, place, message)
+        else:
+            down, found = self._count_down(clients, message), self._opened(phase, clients, message, place)
+        for client, reply in found:
+            replies.add(client, reply)
         self.engine.merge(replies)
         self.state.traffic.up.update(replies.traffic.up)
         self.state.traffic.down.update(replies.traffic.down)  # what the engine sent beside the message
         self.state.absent.update(one.kind for one in replies.absent.values())
         return down + sum(replies.traffic.down.values())
+
+    def _opened(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, place: Place, age: int = 0
+    ) -> Iterator[tuple[int, Reply | Absent]]:
+        """The replies of clients that received `message`, as they are reduced."""
+        for client, reply in self.engine.exchange(phase, clients, message, place):
+            if not isinstance(reply, Absent):
+                reply = opened(self.setup, phase, place, message, replace(reply, age=age), self.state.model)
+            yield client, reply
+
+    def _arriving(self, phase: Phase, place: Place, message: Message | None) -> list[tuple[int, Reply | Absent]]:
+        """The replies that arrive in this round, each of a client in the round whose message it received."""
+        plan, index, found = place.plan, place.round, dict[int, Reply | Absent]()
+        for since in sorted(set(plan.began.values())):
+            clients = [client for client in sorted(plan.began) if plan.began[client] == since]
+            given = message if since == index else self.state.sent[since]
+            then = place if since == index else replace(place, round=since, plan=self.setup.stream.round(since))
+            found.update(self._opened(phase, clients, given, then, index - since))
+        kept = {**self.state.sent, index: _plain(message or {}, phase)}
+        self.state.sent = {since: kept[since] for since in sorted(plan.awaited)}
+        return sorted(found.items())
 
     def _count_down(self, clients: tuple[int, ...], message: Message | None) -> int:
         if message is None:
@@ -347,6 +377,15 @@ class Exchange:
             self.state.held[client] = self.state.held.get(client, {}) | new
             down += sum(sizes.values())
         return down
+
+
+def _plain(message: Message, phase: Phase) -> Tree:
+    """A message that clients still train with in later rounds, as a tree."""
+    if any(isinstance(value, PerClient) for values in message.values() for value in values.values()):
+        raise CompositionError(
+            f"phase {phase.name!r} sends clients messages of their own, which stream.arrivals cannot keep"
+        )
+    return unwrap(message)
 
 
 def _worked(phase: Phase, server: Server, trainer: Trainer | None = None) -> Tree:

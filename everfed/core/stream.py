@@ -85,6 +85,9 @@ class RoundPlan:
     Where clients change tasks at different rounds: server_task is the task that the server is in (None: `task`), opens
     and closes say whether a task begins or ends for the server (None: when one does for any client).
     drifting: clients that see more than one task at once; what they see is the stream's `data_in(client, round)`.
+
+    Where replies arrive late (`Stream.stale`): began has, for every participant, the round whose model it was sent;
+    starts are the clients that are sent this round's; awaited, the rounds whose models are still trained with after it.
     """
 
     task: int
@@ -98,6 +101,9 @@ class RoundPlan:
     opens: bool | None = None
     closes: bool | None = None
     drifting: frozenset[int] = frozenset()
+    began: Mapping[int, int] = field(default_factory=dict)
+    starts: tuple[int, ...] = ()
+    awaited: frozenset[int] = frozenset()
 
     @property
     def task_of_server(self) -> int:
@@ -135,6 +141,7 @@ class Stream(ABC):
     boundaries: bool = True  # may a method know when a task begins or ends?
     task_ids: bool = True  # may a method know which task it is in?
     asynchronous: bool = False  # do clients change tasks at different rounds?
+    stale: bool = False  # may replies be of clients that were sent the model of an earlier round?
     private_data: bool = False  # are a client's samples known to that client alone, and not to a server?
     own_tests: bool = False  # has every client tests of its own? Then every model is scored on the clients
     fingerprint: str = ""  # of what was read from files beside the data

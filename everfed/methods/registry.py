@@ -37,6 +37,8 @@ PARTS: dict[str, str] = {
     "fednova": "aggregate.fednova:FedNova",
     "scaffold": "aggregate.scaffold:Scaffold",
     "compress": "common.compress:Compress",
+    "fedasync": "aggregate.asynchronous:FedAsync",
+    "fedbuff": "aggregate.asynchronous:FedBuff",
     "ties": "aggregate.ties:TIES",
     "ewc": "regularise.ewc:EWC",
     "fedcurv": "regularise.fedcurv:FedCurv",
@@ -258,7 +260,7 @@ _PERSONAL = ("fedproto-personal", "fedweit", "fedala", "feddbe", "fedas", "fedl2
 _CLOSED = ("ridge", "ranpac", "fedran", "stsa", "stsa-e")  # no gradients, or those of the first task alone
 _WITHOUT_FEDGP = ("ideal", "icarl", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4", "lorm")
 ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge", "fed3r": "ridge"}  # other papers' names of the same method
-_ON_ANY = ("compress",)  # parts that stand on top of any method: `fedgp+der+compress`
+_ON_ANY = ("compress", "fedasync", "fedbuff")  # parts that stand on top of any method: `fedgp+der+compress`
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options set where FedGP comes after
 
 

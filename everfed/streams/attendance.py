@@ -175,14 +175,19 @@ def by_chance(clients: int, rounds: int, leave: float, come: float, rng: np.rand
 
 def _deadline(options: Mapping[str, Any], clients: int, seed: int) -> tuple[Deadline, str]:
     check_deadline(options)
+    median, mark = latencies("deadline", options, clients, seed)
+    return Deadline(options["seconds"], median, options.get("noise", 0.2), options.get("oversample", 1.0)), mark
+
+
+def latencies(key: str, options: Mapping[str, Any], clients: int, seed: int) -> tuple[np.ndarray, str]:
+    """((clients,) median seconds of each client: drawn, or from a file; the file's fingerprint)."""
     latency, mark = options.get("latency", 1.0), ""
     if isinstance(latency, str):
-        rows, mark = traces.read("deadline.latency", latency, LATENCIES, clients)
+        rows, mark = traces.read(f"{key}.latency", latency, LATENCIES, clients)
         if not rows:
-            raise OptionError("deadline.latency", f"{latency} names no client")
+            raise OptionError(f"{key}.latency", f"{latency} names no client")
         median = np.full(clients, np.median([row.number(0) for row in rows]))  # for those that are not named
         for row in rows:
             median[row.client] = row.number(0)
-    else:
-        median = latency * np.exp(options.get("spread", 0.5) * generator(seed, "latencies").standard_normal(clients))
-    return Deadline(options["seconds"], median, options.get("noise", 0.2), options.get("oversample", 1.0)), mark
+        return median, mark
+    return latency * np.exp(options.get("spread", 0.5) * generator(seed, "latencies").standard_normal(clients)), mark

@@ -174,7 +174,11 @@ class IncrementalStream(ByObjective, PlannedStream):
         x = (part.probe() if isinstance(part, Samples) else part for part in (source.x_train, source.x_test))
         tensors = (*x, source.y_train, source.y_test, *map(_codes, source.columns.values()))
         # without label_kind: the type of the targets has it, and streams of earlier versions keep their identity
-        options = {key: value for key, value in vars(self.options).items() if key != "label_kind"}
+        options = {
+            key: value
+            for key, value in vars(self.options).items()
+            if key != "label_kind" and (key, value) != ("arrivals", None)
+        }
         return digest_of(json.dumps([self.scenario, plain(options)], sort_keys=True), *tensors)
 
     def describe(self) -> dict[str, Any]:

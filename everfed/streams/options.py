@@ -50,7 +50,8 @@ class Options:
     None: by the type and shape of the labels.
 
     asynchronous: each client changes tasks by its own clock (`everfed.streams.clocks`). availability, deadline: clients
-    come and go, and reply late (`everfed.streams.attendance`). without: {client: tasks in which it holds no data}.
+    come and go, and reply late (`everfed.streams.attendance`). arrivals: a round ends with its K-th reply, and others
+    arrive in later ones (`everfed.streams.arrivals`). without: {client: tasks in which it holds no data}.
     order: the tasks in the order in which they come, again where they recur, counted from 0. drift: in so many rounds
     before a change the next task's samples come in gradually; needs boundaries = False.
     """
@@ -73,6 +74,7 @@ class Options:
     asynchronous: Mapping[str, Any] | None = None
     availability: Mapping[str, Any] | None = None
     deadline: Mapping[str, Any] | None = None
+    arrivals: Mapping[str, Any] | None = None
     without: Mapping[str, Any] | None = None
     order: Sequence[int] | None = None
     drift: int = 0
@@ -99,6 +101,8 @@ class Options:
         require_whole("drift", self.drift, least=0)
         if self.drift and self.boundaries:
             raise OptionError("drift", "a task that ends gradually has no boundary; set boundaries = false")
+        if self.arrivals is not None and (self.deadline or self.availability or self.participation < 1.0 or self.drift):
+            raise OptionError("arrivals", "leave out deadline, availability, participation and drift")
         _check_order(self.order, self.tasks)
         _check_without(self.without, self.clients, self.tasks)
 

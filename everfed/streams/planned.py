@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from everfed.core.spans import NAMED, spans
 from everfed.core.stream import RoundPlan, Stream
 from everfed.data import augment as augmentations
 from everfed.data import transforms
-from everfed.streams import attendance, clocks
+from everfed.streams import arrivals, attendance, clocks
 from everfed.streams.draws import cohort_size, generator
 from everfed.streams.options import OptionError, Options, refuse_unused, require_number, require_whole
 
@@ -58,8 +59,13 @@ class PlannedStream(Stream):
         self.attendance = attendance.make(
             options.participation, options.availability, options.deadline, self.clients, self.rounds, seed
         )
+        self.arrivals = None
+        if options.arrivals is not None:
+            self.arrivals = arrivals.make(options.arrivals, self.clients, self.rounds, seed)
+        self.stale = self.arrivals is not None
         self.asynchronous = not self.clocks.together
         self.fingerprint = self.clocks.fingerprint + self.attendance.fingerprint
+        self.fingerprint += self.arrivals.fingerprint if self.arrivals else ""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -71,9 +77,16 @@ class PlannedStream(Stream):
         """The plan of round `index`. With hidden boundaries `begins` and `ends` are empty. Evaluation is after rounds
         R, 2R, ... of `rounds_per_task` = R, also where clients have clocks of their own."""
         participants, notes = self._attending(index)
-        if self.clocks.common and self.attendance.there is None and not self.options.drift:
-            return self._common_plan(index, participants, notes)
-        return self._own_plan(index, participants, notes)
+        common = self.clocks.common and self.attendance.there is None and not self.options.drift
+        plan = (self._common_plan if common else self._own_plan)(index, participants, notes)
+        if self.arrivals is None:
+            return plan
+        arrived = self.arrivals.rounds[index]
+        late = {client: index - since for client, since in sorted(arrived.began.items()) if since < index}
+        notes = {"seconds_simulated": arrived.seconds, **({"staleness": late} if late else {})}
+        began, starts = dict(sorted(arrived.began.items())), tuple(sorted(arrived.starts))
+        return replace(plan, participants=tuple(began), notes=notes, began=began, starts=starts,
+                       awaited=self.arrivals.awaited[index])  # fmt: skip
 
     def _attending(self, index: int) -> tuple[tuple[int, ...], Mapping[str, Any]]:
         """(who takes part in round `index`, for its event: who is too late)."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.layout import cut, trained_spans
+from everfed.core.phase import TRAIN
 from everfed.method import MODEL, Client, CompositionError, Phase, Protection, Server, Tree, option
 
 _KEYS = ("params", "update")
@@ -50,7 +51,7 @@ class Compress(Protection):
 
     # on the client ---------------------------------------------------------------------------------------------------
     def seal(self, client: Client, phase: Phase, reply: Reply) -> Reply:
-        own = reply.values.get(phase.owner, {})
+        own = reply.values.get(phase.owner, {}) if phase.name == TRAIN else {}
         return _changed(phase, reply, {key: self._encoded(client, key, own[key]) for key in _KEYS if key in own})
 
     def _encoded(self, client: Client, key: str, value: Tensor) -> Tree:
@@ -66,7 +67,8 @@ class Compress(Protection):
 
     # on the server ---------------------------------------------------------------------------------------------------
     def open(self, server: Server, phase: Phase, reply: Reply, received) -> Reply:
-        own, size = reply.values.get(phase.owner, {}), len(received["params"])
+        own = reply.values.get(phase.owner, {}) if phase.name == TRAIN else {}
+        size = len(received["params"])
         found = {key: self._decoded(key, own[key], size) for key in _KEYS if key in own}
         if "params" in found:
             found["params"] += received["params"].to(found["params"].device)
