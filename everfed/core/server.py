@@ -334,7 +334,7 @@ class Exchange:
             return 0
         if phase.name == TRAIN and place.plan.began:
             down = self._count_down(place.plan.starts, message)
-            found = self._arriving(phase, place, message)
+            found = iter(self._arriving(phase, place, message))
         else:
             down, found = self._count_down(clients, message), self._opened(phase, clients, message, place)
         for client, reply in found:

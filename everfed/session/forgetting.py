@@ -16,8 +16,8 @@ from typing import Any
 from everfed import engines, privacy
 from everfed.core.context import Place, Setup
 from everfed.core.events import Observer
+from everfed.core.option import EvalOptions
 from everfed.core.phase import EVALUATE, ON_REQUEST, Cohort, Phase
-from everfed.core.run_options import EvalOptions
 from everfed.core.server import Runner, plan_of
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import on_device
