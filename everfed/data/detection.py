@@ -255,6 +255,9 @@ def frame(canvas: np.ndarray, box: np.ndarray, colour: tuple[int, int, int]) -> 
 
 
 # mean average precision ----------------------------------------------------------------------------------------------
+# As COCO defines it: precision at 101 recalls, the mean over classes, 100 detections an image. mAP@0.5 counts a
+# detection that overlaps a box by half; mAP@[.5:.95] is the mean over ten overlaps. Evaluators at hand (torchmetrics,
+# pycocotools) would bring torchvision or a compiler with them; tests hold this one against theirs.
 THRESHOLDS = tuple(0.5 + 0.05 * step for step in range(10))
 MOST_DETECTIONS = 100
 _RECALLS = np.linspace(0.0, 1.0, 101)
@@ -284,15 +287,6 @@ def mean_average_precision(found: Sequence[Detected], truth: Sequence[Truth]) ->
     return Precision(float(by_class[:, 0].mean()), float(by_class.mean()))
 
 
-def overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """(n, m) intersection over union of boxes (n, 4) and (m, 4); 0 where neither has an area."""
-    low, high = np.maximum(a[:, None, :2], b[None, :, :2]), np.minimum(a[:, None, 2:], b[None, :, 2:])
-    inside = np.clip(high - low, 0.0, None).prod(-1)
-    areas = (a[:, 2:] - a[:, :2]).prod(-1)[:, None] + (b[:, 2:] - b[:, :2]).prod(-1)[None, :]
-    union = areas - inside
-    return np.divide(inside, union, out=np.zeros_like(inside), where=union > 0)
-
-
 def _average_precisions(found: Sequence[Detected], truth: Sequence[Truth], label: int) -> np.ndarray:
     """(overlaps,) of one class."""
     scores, hits, boxes = [], [], 0
@@ -301,7 +295,8 @@ def _average_precisions(found: Sequence[Detected], truth: Sequence[Truth], label
         own = own[np.argsort(-seen.scores[own], kind="stable")][:MOST_DETECTIONS]
         wanted = real.boxes[real.labels == label]
         scores.append(seen.scores[own])
-        hits.append(_matched(overlaps(seen.boxes[own].astype(np.float64), wanted.astype(np.float64))))
+        boxed = (torch.from_numpy(rows.astype(np.float64)) for rows in (seen.boxes[own], wanted))
+        hits.append(_matched(overlap(*boxed).numpy()))
         boxes += len(wanted)
     order = np.argsort(-np.concatenate(scores), kind="stable")
     hit = np.concatenate(hits, axis=1)[:, order]  # (overlaps, detections)

@@ -216,8 +216,6 @@ def partition(
         raise PartitionError(f"there is no sample to divide among {clients} clients")
     given: dict[str, Any] = {"rows": np.arange(len(labels)) if rows is None else rows, "columns": columns or {}}
     if isinstance(kind, str) and kind.startswith(FLWR_PREFIX):
-        from everfed.data.partition import flwr_partition
-
         return flwr_partition(kind.removeprefix(FLWR_PREFIX), labels, clients, rng, **given, **options)
     check_options(kind, options)
     divide = _function(kind)

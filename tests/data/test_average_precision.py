@@ -8,8 +8,9 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
-from everfed.data.detection import Detected, Truth, mean_average_precision, overlaps
+from everfed.data.detection import Detected, Truth, mean_average_precision, overlap
 
 BOX = np.array([[0.1, 0.1, 0.3, 0.3]])
 
@@ -27,7 +28,9 @@ def truth(boxes, labels) -> Truth:
 def test_overlaps_of_known_boxes() -> None:
     a = np.array([[0, 0, 2, 2], [0, 0, 0, 0]], dtype=float)
     b = np.array([[1, 1, 3, 3], [0, 0, 2, 2], [5, 5, 6, 6], [0, 0, 0, 0]], dtype=float)
-    np.testing.assert_allclose(overlaps(a, b), [[1 / 7, 1, 0, 0], [0, 0, 0, 0]])
+    np.testing.assert_allclose(
+        overlap(torch.from_numpy(a), torch.from_numpy(b)).numpy(), [[1 / 7, 1, 0, 0], [0, 0, 0, 0]]
+    )
 
 
 def test_the_same_boxes_are_perfect() -> None:
