@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from everfed.experiments.jobs import Outcome
-from everfed.metrics.scores import METRICS, PERCENT, Score, ShownMetric, own_metrics, plain_text, score_of
-from everfed.metrics.statistics import PairedDifference, mean_and_deviation, paired_by_seed
-from everfed.reports.formats import clock, markdown_table, size, with_deviation
+from everfed.metrics.scores import METRICS, PERCENT, Score, ShownMetric, own_metrics, score_of
+from everfed.metrics.statistics import PairedDifference, Spread, mean_and_deviation, paired_by_seed
+from everfed.reports.formats import clock, markdown_table, size
 from everfed.reports.result import Result, as_frame, html_table, plot
+from everfed.reports.tables import cell_text
 from everfed.store.files import write_atomic
 
 SHOWN = tuple(key for key in METRICS if key != "bwt")  # a terminal is narrow, and bwt is close to forgetting
@@ -147,13 +148,7 @@ def _difference_text(difference: PairedDifference | None, score: Score) -> str:
 
 
 def _text(spread: dict[str, float] | None, kind: str) -> str:
-    if spread is None:
-        return "-"
-    scale, most = (100, 2) if kind == PERCENT else (1, 6)
-    mean, deviation = scale * spread["mean"], scale * spread["deviation"]
-    if spread["count"] == 1:
-        return f"{mean:.2f}" if kind == PERCENT else plain_text(mean)
-    return with_deviation(mean, deviation, most=most if deviation else 2)
+    return "-" if spread is None else cell_text(Spread(spread["mean"], spread["deviation"], int(spread["count"])), kind)
 
 
 def as_dict(found: Sequence[TableRow]) -> list[dict[str, Any]]:

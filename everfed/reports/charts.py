@@ -13,8 +13,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from everfed.metrics.scores import plain_text
 from everfed.reports.colours import COLOURS, PIECES
-from everfed.reports.formats import NOTHING, Child, Html, duration, join, plain, size, tag
+from everfed.reports.formats import NOTHING, Child, Html, duration, join, size, tag
 from everfed.reports.series import ClassMix, ClientGrid, Line
 
 UNITS = 1000
@@ -394,7 +395,7 @@ def _cell(entry: tuple[float, float] | None, share: float | None, unit: str) -> 
     if entry is None or share is None:
         return tag("td", "", class_="empty")
     mean, deviation = (value * (100 if unit == "%" else 1) for value in entry)
-    text = f"{mean:.1f}" if unit == "%" else plain(mean)
+    text = f"{mean:.1f}" if unit == "%" else plain_text(mean)
     title = f"{mean:.2f} ± {deviation:.2f}{' %' if unit else ''}"
     return tag("td", text, style=_heat(share), title=title)
 

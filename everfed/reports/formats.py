@@ -51,11 +51,6 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def plain(value: float) -> str:
-    """About four digits."""
-    return f"{value:.4g}"
-
-
 def listed(names: Sequence[str], most: int = 6) -> str:
     """As "a, b and c"; of more than `most` the first ones and how many more there are."""
     shown = [*names] if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]

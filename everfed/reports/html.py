@@ -14,7 +14,7 @@ from typing import Any
 from everfed import __version__
 from everfed.core.spans import NAMED, spans
 from everfed.errors import UserError
-from everfed.metrics.scores import score_of
+from everfed.metrics.scores import plain_text, score_of
 from everfed.reports import figures, formats, paper, sweeps, tables
 from everfed.reports.charts import PieceColours
 from everfed.reports.colours import Colours, variables
@@ -304,7 +304,7 @@ def _now(run: LoggedRun, left: float | None) -> dict[str, str]:
     if latest is not None and (value := log.evaluations[latest].score) is not None:
         found["score now"] = f"{score_of(run.score).text(value)} (round {latest + 1})"
     if log.loss is not None:
-        found["loss now"] = formats.plain(log.loss)
+        found["loss now"] = plain_text(log.loss)
     if run.seconds is not None:
         found["so far"] = formats.duration(run.seconds)
     if left is not None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from everfed.metrics.scores import METRICS, Score, ShownMetric, own_metrics, score_of
+from everfed.metrics.scores import METRICS, Score, ShownMetric, own_metrics, plain_text, score_of
 from everfed.metrics.statistics import Spread, mean_and_deviation, paired_by_seed
 from everfed.reports import formats
 from everfed.reports.formats import Html, markdown_table, tag
@@ -63,7 +63,7 @@ def mean(cell: Cell) -> float | None:
 
 _TEXT: dict[str, Callable[[float], str]] = {
     "percent": formats.percent,
-    "plain": formats.plain,
+    "plain": plain_text,
     "count": formats.count,
     "bytes": formats.size,
     "seconds": formats.duration,

@@ -133,7 +133,7 @@ def test_other_metrics_are_shown_where_there_is_no_known_one(tmp_path: Path) -> 
     folder.write_result(result(score="recall", accuracy_matrix=[[31.5]], metrics=metrics, by_logits={}))
     table = tables.comparison(grouped(read_runs([tmp_path])).groups)
     assert [column.heading for column in table.columns] == ["Method", "Seeds", "recall"]
-    assert cell_text(table.rows[0][2], "plain") == "31.5"
+    assert cell_text(table.rows[0][2], "plain") == "31.50"
 
 
 def test_no_finished_run(tmp_path: Path) -> None:

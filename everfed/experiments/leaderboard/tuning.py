@@ -21,7 +21,6 @@ from everfed.store.event_log import read_log
 
 RECIPES = "leaderboard/"  # what the recipes of the streams begin with
 RATE = "train.optimizer.lr"
-MOST_TRIES = 5
 TUNING_SEED = 100  # of the tries; tests have the seeds 0, 1, 2, ...
 WITH_FEDGP = ("fedgp", "fedgp+er", "fedgp+der", "fedgp+agem")  # of all combinations with FedGP, these
 
@@ -29,7 +28,7 @@ WITH_FEDGP = ("fedgp", "fedgp+er", "fedgp+der", "fedgp+agem")  # of all combinat
 def streams() -> list[str]:
     """The streams, digits first."""
     found = [name.removeprefix(RECIPES) for name in recipes.names() if name.startswith(RECIPES)]
-    return sorted(found, key=lambda name: list(_table()["learning_rates"]).index(name))
+    return sorted(found, key=lambda name: list(table()["learning_rates"]).index(name))
 
 
 def compared() -> list[str]:
@@ -39,16 +38,16 @@ def compared() -> list[str]:
 
 def slowest_first(names: Sequence[str]) -> list[str]:
     """The same methods, those that take long first, so that no core waits for them at the end."""
-    slow = _table()["slowest"]
+    slow = table()["slowest"]
     return sorted(names, key=lambda name: slow.index(name) if name in slow else len(slow))
 
 
 def tries(method: str, stream: str, count: int) -> list[tuple[str, ...]]:
     """The first `count` tries of a method, each as `--set` entries."""
-    rates = _table()["learning_rates"][stream]
+    rates = table()["learning_rates"][stream]
     weight = weight_of(method)
     found = []
-    for rate, place in _table()["pairs"][:count]:
+    for rate, place in table()["pairs"][:count]:
         own = () if weight is None else (f"method.{_quoted(weight['option'])}={weight['values'][place]}",)
         found.append((f"{RATE}={rates[rate]}", *own))
     return found
@@ -56,13 +55,8 @@ def tries(method: str, stream: str, count: int) -> list[tuple[str, ...]]:
 
 def weight_of(method: str) -> dict[str, Any] | None:
     """{option, values} of a method's main weight; None where it has none."""
-    found: dict[str, Any] | None = _table()["weights"].get(method)
+    found: dict[str, Any] | None = table()["weights"].get(method)
     return found
-
-
-def reason_without(method: str) -> str:
-    """Why a method has no weight of its own; KeyError for one that has."""
-    return str(_table()["without"][method])
 
 
 def _quoted(option: str) -> str:
@@ -72,7 +66,7 @@ def _quoted(option: str) -> str:
 
 
 @cache
-def _table() -> dict[str, Any]:
+def table() -> dict[str, Any]:
     return tomllib.loads(
         resources.files("everfed.experiments.leaderboard").joinpath("tuning.toml").read_text(encoding="utf-8")
     )
