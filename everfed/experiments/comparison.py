@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +12,7 @@ from typing import Any
 from everfed.experiments.jobs import Outcome
 from everfed.metrics.scores import METRICS, PERCENT, Score, ShownMetric, own_metrics, score_of
 from everfed.metrics.statistics import PairedDifference, Spread, mean_and_deviation, paired_by_seed
-from everfed.reports.formats import clock, markdown_table, size
+from everfed.reports.formats import clock, csv_text, markdown_table, size
 from everfed.reports.result import Result, as_frame, html_table, plot
 from everfed.reports.tables import cell_text
 from everfed.store.files import write_atomic
@@ -199,16 +197,14 @@ def _write(path: Path, text: str) -> None:
 def _csv(found: Sequence[TableRow], facts: Mapping[str, Any]) -> str:
     keys = sorted({key for row in found for key in row.spreads})
     parts = ("mean", "low", "high") if any(row.difference for row in found) else ()
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
     spread = [f"{key}_{part}" for key in keys for part in ("mean", "deviation")]
-    writer.writerow(["name", "runs", *facts, *(f"difference_{part}" for part in parts), *spread])
+    lines: list[list[object]] = [["name", "runs", *facts, *(f"difference_{part}" for part in parts), *spread]]
     for row in found:
         numbers = [row.spreads.get(key, {}).get(part, "") for key in keys for part in ("mean", "deviation")]
         differences = [getattr(row.difference, part, "") for part in parts]
         finished = sum(o.result is not None for o in row.outcomes)
-        writer.writerow([row.name, finished, *facts.values(), *differences, *numbers])
-    return lines.getvalue()
+        lines.append([row.name, finished, *facts.values(), *differences, *numbers])
+    return csv_text(lines)
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,7 +5,9 @@ Every text and attribute of HTML is escaped, so nothing in a run can become mark
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 
@@ -68,6 +70,13 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(columns))]
     head, *body = ("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
     return "\n".join([head, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *body])
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Rows as CSV."""
+    lines = io.StringIO()
+    csv.writer(lines, lineterminator="\n").writerows(rows)
+    return lines.getvalue()
 
 
 # HTML --------------------------------------------------------------------------------------------------------------

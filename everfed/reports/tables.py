@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,14 +103,9 @@ def _markdown(text: str) -> str:
 def to_csv(table: ReportTable) -> str:
     """Full precision: fractions, bytes and seconds. A column with deviations becomes mean, deviation and seeds."""
     spread = [any(isinstance(row[i], Spread) for row in table.rows) for i in range(len(table.columns))]
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
     head = [_csv_names(column, wide) for column, wide in zip(table.columns, spread, strict=True)]
-    writer.writerow([name for names in head for name in names])
-    for row in table.rows:
-        cells = [_csv_cells(cell, wide) for cell, wide in zip(row, spread, strict=True)]
-        writer.writerow([value for values in cells for value in values])
-    return lines.getvalue()
+    rows = [[_csv_cells(cell, wide) for cell, wide in zip(row, spread, strict=True)] for row in table.rows]
+    return formats.csv_text([value for values in row for value in values] for row in (head, *rows))
 
 
 def _csv_names(column: Column, wide: bool) -> list[str]:

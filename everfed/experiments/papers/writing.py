@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -23,7 +21,7 @@ from everfed.methods import registry as methods
 from everfed.metrics.statistics import EFFECTS, LEVELS, UNCLAIMED
 from everfed.recipe import parse_set, read
 from everfed.recipe.schema import Logits
-from everfed.reports.formats import markdown_table
+from everfed.reports.formats import csv_text, markdown_table
 from everfed.store.files import write_atomic
 
 Lines = tuple[list[str], list[list[str]]]
@@ -90,10 +88,11 @@ class Reproduction:
         """PAPER-TABLE.json, .md and .csv in `folder`, by default that of the run folders."""
         folder = folder or self.folder
         stem = self.table.name.replace("/", "-")
+        rows = [_row(one) for one in self.judged]
         texts = {
             "json": json.dumps(self.as_dict(), indent=2) + "\n",
             "md": self.markdown(),
-            "csv": _csv([_row(one) for one in self.judged]),
+            "csv": csv_text([list(rows[0]) if rows else ["dataset"], *(row.values() for row in rows)]),
         }
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{stem}.{kind}" for kind in texts]
@@ -219,14 +218,6 @@ def _row(one: Judged) -> dict[str, Any]:
     }
     plain = {key: value for key, value in found.items() if not isinstance(value, (list, dict)) and key != "effect"}
     return {**plain, **flat}
-
-
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else ["dataset"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def _signed(value: float | None) -> str:
