@@ -88,17 +88,26 @@ def recipe(method: str, how: str = "eager") -> Table:
             "batch_size": 10,
             "optimizer": optimizer,
         },
-        "method": {"name": method, "defaults": SMALL},
+        "method": {"name": method, "defaults": {part: own for part, own in SMALL.items() if part in parts()}},
         "engine": {**engine, "device": "cpu"},
     }
 
 
 def presets() -> list[str]:
+    return list(_registry().names())
+
+
+def parts() -> list[str]:
+    """Of the version that runs: an older one has fewer."""
+    return list(_registry().PARTS)
+
+
+def _registry() -> Any:
     try:
         from everfed.methods import registry
     except ImportError:  # before 0.2
         from everfed import methods as registry  # type: ignore[no-redef]
-    return list(registry.names())
+    return registry
 
 
 # one run --------------------------------------------------------------------------------------------------------------
