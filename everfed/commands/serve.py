@@ -51,9 +51,9 @@ def serve(
     from everfed.federation.flower import require_flower
 
     require_flower()
-    from everfed.federation.flower.link import Address, open_grid
+    from everfed.federation.flower.link import Address, open_grid, register
     from everfed.federation.logs import stamped, stamped_event
-    from everfed.federation.security import enrolled, read_security, register
+    from everfed.federation.security import enrolled, read_security
     from everfed.federation.serving import Serving
     from everfed.federation.serving import serve as run_server
     from everfed.federation.superlink import Settings, running
@@ -65,13 +65,14 @@ def serve(
     names = {} if insecure or certificates is None else enrolled(certificates)
     reading = read_placed(recipe, method=method, seed=seed, sets=sets)
     folder = out or api.default_folder(reading.recipe)
-    address = Address(host, port, security.ca.read_bytes() if security else None)
+    address = Address(host, port)
     serving = Serving(reading.recipe, folder, _text(options.absolute(data)), scale, clients, names, checkpoint_every)
     link = Settings(host, port, folder.absolute().with_name(f"{folder.name}.superlink"), security)
     watch = watching(stdout(), as_json, stamp=stamped_event)
     interruptible = interrupt_message(same_command)
     with placed(reading.places), interruptible as interrupts, watch as observer, running(link, say):
-        register(address, names)
+        if names:
+            register(address, names)
         result = run_server(serving, lambda: open_grid(address), [observer, interrupts])
     print_result(folder, result, as_json)
 

@@ -120,6 +120,7 @@ def _worker(joining: Joining, folder: Path) -> list[str]:
 def _supernode(joining: Joining, folder: Path) -> list[str]:
     words = [*python(), "-m", "everfed.federation.flower.supernode", "--superlink", joining.server]
     words += ["--poll", str(joining.poll), "--worker", str(socket_path(folder))]
+    words += ["--home", str(folder / "flwr")]
     if joining.policy:
         words += ["--limit", str(Policy.read(joining.policy).message_limit)]
     if joining.root is None:

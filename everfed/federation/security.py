@@ -1,17 +1,13 @@
-"""Reads the files of TLS and node keys for `everfed serve`, and enrols the keys on a SuperLink."""
+"""Reads the files of TLS and node keys for `everfed serve`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from everfed.errors import UserError
 from everfed.federation.certificates import CA, CLIENTS, SERVER, SERVER_KEY, check_server, misplaced
 from everfed.federation.superlink import Security
-
-if TYPE_CHECKING:
-    from everfed.federation.flower.link import Address
 
 
 def read_security(folder: Path | None, warn: Callable[[str], None] = lambda text: None) -> Security:
@@ -38,26 +34,3 @@ def enrolled(folder: Path) -> dict[str, bytes]:
             raise UserError(f"{path} is not a public key in OpenSSH's format: {error}") from error
         found[path.stem] = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     return found
-
-
-def register(address: Address, keys: dict[str, bytes]) -> None:
-    """Make these keys the ones that the SuperLink accepts: new ones are added, those of clients that were removed or
-    have a new key are withdrawn, and their connections end."""
-    import httpx
-
-    from everfed.federation.flower.internals import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
-    from everfed.federation.flower.link import open_control
-
-    with open_control(address) as client:
-        nodes = client.ListNodes(ListNodesRequest()).nodes_info
-        known = {node.public_key: node.node_id for node in nodes if node.status != "unregistered"}
-        for name in [name for name, key in keys.items() if key not in known]:
-            try:
-                client.RegisterNode(RegisterNodeRequest(public_key=keys[name]))
-            except httpx.HTTPStatusError as error:
-                raise UserError(
-                    f"the SuperLink does not accept the key of {name!r}, which was withdrawn before; make a new one: "
-                    f"everfed federation keys --client {name} --renew"
-                ) from error
-        for key in set(known) - set(keys.values()) if keys else ():
-            client.UnregisterNode(UnregisterNodeRequest(node_id=known[key]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.errors import UserError
-from everfed.federation.local import answers, control_socket
+from everfed.federation.local import entrance, entrance_file
 from everfed.federation.logs import stamped
 from everfed.federation.proxy import check_binding
 from everfed.federation.supervisor import Child, Say, environment, python
@@ -69,7 +69,7 @@ def running(settings: Settings, say: Say) -> Iterator[bool]:
     check_binding(settings.host, settings.security is None)
     make_private(settings.folder)
     left = _left_behind(settings)
-    if left is None and answers(control_socket(settings.port)):
+    if left is None and entrance(settings.port) is not None:
         say(stamped(f"joining the SuperLink at {settings.host}:{settings.port}"))
         yield False
         return
@@ -87,14 +87,14 @@ def running(settings: Settings, say: Say) -> Iterator[bool]:
 
 @contextmanager
 def _supervised(settings: Settings, say: Say) -> Iterator[None]:
-    log, owner = settings.folder / "superlink.log", control_socket(settings.port)
+    log, owner = settings.folder / "superlink.log", entrance_file(settings.port)
     child = Child("the SuperLink", settings.command(), log, environment(settings.folder / "flwr"))
     ended = threading.Event()
-    listened: set[int] = set()  # the process, once it has been seen to listen at its socket
+    listened: set[int] = set()  # the process, once it has been seen to listen
 
     def listens() -> bool:
         process = child.process
-        if process is None or not answers(owner):
+        if process is None or entrance(settings.port) is None or not is_listening(settings.host, settings.port):
             return False
         listened.add(process.pid)
         return True

@@ -21,6 +21,7 @@ FIRST, LONGEST = 1.0, 60.0  # seconds before a process that ended is restarted: 
 STEADY = 30.0  # after this many seconds of life a process is restarted with the shortest wait
 LOG_TAIL = 8192  # bytes at the end of a log that are searched for the cause of an exit
 POLL = 0.2  # seconds between two looks at the processes
+CHUNK = 16 << 20  # bytes of one object of a message: each is a request with several transactions
 _PR_SET_PDEATHSIG = 1
 # A message is copied many times in transit. By default glibc maps fresh pages for every large block and returns them,
 # and zeroing them takes five times as long as the copy itself; below these sizes memory is reused.
@@ -36,10 +37,11 @@ def python() -> list[str]:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """For Flower's processes: their own folder, no telemetry, commands from this Python's environment."""
+    """For Flower's processes: their own folder, no telemetry, large objects, this Python's commands."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-    return {**REUSE, **os.environ, **quiet, "FLWR_HOME": str(home), "PATH": path, "PYTHONUNBUFFERED": "1"}
+    flower = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_HOME": str(home)}
+    flower["FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE"] = str(CHUNK)
+    return {**REUSE, **os.environ, **flower, "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass

@@ -9,7 +9,6 @@ from tests.support.waiting import HANG
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A SuperLink that a busy machine keeps from starting, or from answering a call of this process, is waited for."""
-    client = pytest.importorskip("flwr.supercore.protobuf.client", reason="the extra `flower` is not installed")
+    """A SuperLink or a ServerApp that a busy machine keeps from starting is waited for."""
     monkeypatch.setattr("everfed.federation.superlink.START", HANG)
-    monkeypatch.setitem(client.ProtobufClient.__init__.__kwdefaults__, "timeout", HANG)  # 30 s by default
+    monkeypatch.setattr("everfed.federation.flower.link.START", HANG)

@@ -18,7 +18,7 @@ from everfed.errors import UserError
 from everfed.federation import request as wire
 from everfed.federation.checking import largest_reply
 from everfed.federation.codec import to_reply
-from everfed.federation.local import NODE_KEY, control_socket, listen, socket_path
+from everfed.federation.local import NODE_KEY, listen, own_folder, socket_path
 from everfed.federation.packet import PROTOCOL, Packet, PacketError
 from everfed.federation.request import Answer
 from tests.core.test_tree_hostile import POISONED
@@ -172,16 +172,16 @@ def test_a_folder_for_sockets_that_is_another_s_is_not_used(short: Path, monkeyp
     monkeypatch.setattr(tempfile, "tempdir", str(short / "tmp"))
     found = []
     for place in ("run", "tmp", "home/.cache"):
-        own = control_socket(1).parent
+        own = own_folder()
         found.append(own)
         assert own == short / place / f"everfed-{os.getuid()}" and own.stat().st_mode & 0o777 == 0o700
         own.chmod(0o777)
     with pytest.raises(UserError, match="only you can use"):
-        control_socket(1)
+        own_folder()
     found[0].rmdir()
     found[0].symlink_to(short)
     with pytest.raises(UserError, match="only you can use"):
-        control_socket(1)
+        own_folder()
 
 
 @pytest.mark.parametrize("config", [{}, {NODE_KEY: 5}, {NODE_KEY: True}, {"everfed-socke": "/x"}])

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from everfed.federation import certificates
-from everfed.federation.flower.gate import SMALL, TOLERANCE, Gate
+from everfed.federation.flower.gate import LIMIT, PULL, SMALL, TOLERANCE, Door, Gate, Limits
+from everfed.federation.local import entrance
 from everfed.federation.proxy import BODY
 from tests.federation.secured import signature
 from tests.federation.test_local_users import superlink
@@ -40,13 +41,21 @@ class Calls:
     """A gate, and what came through it."""
 
     def __init__(self, clients: Path | None) -> None:
-        self.gate, self.passed = Gate(self._flower, Path("/run/owner.sock"), clients), 0
+        self.limits, self.passed, self.message = Limits(), 0, b""
+        self.gate: Any = Gate(self._flower, self.limits, clients)
 
     async def _flower(self, scope: Any, receive: Any, send: Any) -> None:
         self.passed += 1
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": self.message})
 
-    def status(self, headers: dict[str, str], path: str = "/v1/fleet/push-object", server: Any = None) -> int:
+    def deliver(self, headers: dict[str, str]) -> None:
+        """A message is handed out to this client."""
+        self.message = b"a message"
+        assert self.status({**headers, "content-length": "2"}, PULL) == 200
+        self.message = b""
+
+    def status(self, headers: dict[str, str], path: str = "/v1/fleet/pull-object") -> int:
         sent: list[Any] = []
 
         async def receive() -> Any:
@@ -56,7 +65,7 @@ class Calls:
             sent.append(message)
 
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": pairs, "server": server or ("h", 1)}
+        scope = {"type": "http", "method": "POST", "path": path, "headers": pairs}
         with ThreadPoolExecutor(1) as thread:  # a browser's tests leave a running loop in this one
             thread.submit(asyncio.run, self.gate(scope, receive, send)).result()
         return int(sent[0]["status"])
@@ -94,12 +103,47 @@ def test_a_key_that_is_enrolled_later_counts_and_a_revoked_one_does_not(pki: Pat
     assert calls.status({**LARGE, **signed}) == 401
 
 
-def test_only_the_owner_s_socket_answers_other_calls(pki: Path) -> None:
-    calls, huge = Calls(pki / certificates.CLIENTS), {"content-length": str(BODY << 21)}
-    for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/v1/fleet/unknown"):
+def test_a_client_may_send_a_reply_of_the_limit_for_each_message_that_it_got(pki: Path) -> None:
+    """Flower itself has no limit. Each client has its own; announcing replies and asking for messages does not help."""
+    site_b = signature(certificates.make_client(pki, "site-b"))
+    for folder in (pki / certificates.CLIENTS, None):
+        calls, signed = Calls(folder), signature(pki / certificates.SECRETS / "site-a")
+        calls.limits.limit = 1000
+
+        def push(size: int, who: dict[str, str], calls: Calls = calls) -> int:
+            return calls.status({**who, "content-length": str(size)}, "/v1/fleet/push-object")
+
+        assert push(1, signed) == 413
+        calls.deliver(signed)
+        assert [push(600, signed), push(400, signed), push(1, signed)] == [200, 200, 413]
+        for path in (PULL, "/v1/fleet/push-messages"):
+            calls.status({**signed, "content-length": "2"}, path)
+        assert push(1, signed) == 413 and push(1, site_b) == 413
+        calls.deliver(signed)
+        assert push(1000, signed) == 200
+
+
+def test_nobody_uses_up_what_another_client_may_send(pki: Path) -> None:
+    """Objects need a signature, so a stranger who shows another's key does not count for it."""
+    calls, signed = Calls(pki / certificates.CLIENTS), signature(pki / certificates.SECRETS / "site-a")
+    calls.limits.limit = 1000
+    calls.deliver(signed)
+    forged = {**signed, "flwr-signature": "AAAA", "content-length": "1000"}
+    assert calls.status(forged, "/v1/fleet/push-object") == 401
+    assert calls.status({**signed, "content-length": "1000"}, "/v1/fleet/push-object") == 200
+
+
+def test_only_the_door_answers_other_calls(pki: Path) -> None:
+    calls = Calls(pki / certificates.CLIENTS)
+    for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/docs", "/v1/fleet/unknown", f"{LIMIT}1"):
         assert calls.status({}, path) == 403
-        assert calls.status(huge, path, ("/run/owner.sock", None)) == 200
-    assert calls.status({}, "/docs", ("/run/other.sock", None)) == 403
+    limits = calls.limits
+    calls.gate = Door(calls.gate.app, "secret", limits)
+    words = {"proxy-authorization": "Basic ZXZlcmZlZDpzZWNyZXQ="}  # everfed:secret
+    for path in ("/v1/control/start-run", "/v1/runtime/acquire-task", "/docs"):
+        assert calls.status({}, path) == calls.status({"proxy-authorization": "Basic eDp5"}, path) == 403
+        assert calls.status({**words, "content-length": str(BODY << 21)}, path) == 200
+    assert calls.status(words, f"{LIMIT}77") == 200 and limits.limit == 77
 
 
 @pytest.mark.federation
@@ -108,7 +152,7 @@ def test_a_superlink_refuses_a_large_call_without_a_key_before_its_body(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stranger announces 32 MiB and sends none of them. The answer comes at once; Flower alone waits for all of them
-    and keeps them in memory before it looks for a key. The process listens at one port, whatever its environment."""
+    and keeps them in memory before it looks for a key. The process listens at its port and its door alone."""
     for api in ("CONTROL", "FLEET"):
         monkeypatch.setenv(f"FLWR_INTERNAL_GRPC_{api}_API", "1")
     with superlink(tmp_path, secure=True) as (port, root):
@@ -120,7 +164,8 @@ def test_a_superlink_refuses_a_large_call_without_a_key_before_its_body(
             connection.sendall(head.encode())
             assert connection.recv(1000).startswith(b"HTTP/1.1 401")
         pid = int((tmp_path / "link" / "superlink.pid").read_text())
-        assert listening(pid) == [port]
+        door = entrance(port)
+        assert door is not None and sorted(listening(pid)) == sorted([port, door.port])
 
 
 def test_a_flower_that_opens_its_port_itself_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
 from everfed.cli import app
 from everfed.federation.joining import END, RESTART, Joining, join
-from everfed.federation.local import answers, call_worker, control_socket, socket_path
+from everfed.federation.local import call_worker, entrance, entrance_file, socket_path
 from everfed.federation.packet import PROTOCOL, Packet
 from everfed.federation.request import HELLO
 from everfed.federation.superlink import Settings, running
@@ -186,8 +186,8 @@ def test_a_superlink_whose_socket_is_removed_is_restarted(tmp_path: Path) -> Non
     with running(settings, said.append):
         pid = tmp_path / "link" / "superlink.pid"
         first = pid.read_text()
-        control_socket(settings.port).unlink()
-        until(lambda: answers(control_socket(settings.port)), what="for a SuperLink")
+        entrance_file(settings.port).unlink()
+        until(lambda: entrance(settings.port), what="for a SuperLink")
         until(lambda: pid.read_text() != first, what="for another one")
     assert any("was removed; the SuperLink is restarted" in line for line in said)
 

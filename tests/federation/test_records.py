@@ -1,4 +1,4 @@
-"""Packets as Flower's records and back, their objects in transit, and the SuperLink's database."""
+"""Packets as Flower's records and back, and their objects in transit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everfed.federation.packet import Packet, PacketError
+from everfed.federation.supervisor import CHUNK, environment
 
 flwr_app = pytest.importorskip("flwr.app", reason="needs the flower extra")
 
@@ -62,39 +63,10 @@ def test_records_that_are_no_packet_are_refused(content: dict[str, object]) -> N
         from_records(flwr_app.RecordDict(content))
 
 
-def test_objects_are_large_and_missing_ones_are_requested_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a missing object Flower sleeps for a second, two, up to ten; here for 0.05 s, doubled up to 0.5 s."""
-    from flwr.supercore.inflatable import inflatable_utils
-
-    from everfed.federation.flower import CHUNK
-    from everfed.federation.flower.internals import fetch_objects
-
+def test_objects_of_our_processes_are_large(tmp_path: Path) -> None:
     chunks = (
         f"[len(one.data) for _, one in flwr.app.Array('uint8', ({CHUNK + 1},), 'x', bytes({CHUNK + 1})).slice_array()]"
     )
-    code = f"import everfed.federation.flower.records, flwr.app; print({chunks})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    words = [sys.executable, "-c", f"import flwr.app; print({chunks})"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment(tmp_path))
     assert done.stdout.strip() == f"[{CHUNK}, 1]"
-    passed: dict[str, object] = {}
-    monkeypatch.setattr(inflatable_utils, "pull_objects", lambda names, fetch, **named: passed.update(named) or {})
-    fetch_objects(["a"], lambda name: b"")
-    assert passed == {"initial_backoff": 0.05, "backoff_cap": 0.5, "max_tries_per_object": None}
-
-
-def test_a_database_of_ours_has_large_pages_and_keeps_its_promises(tmp_path: Path) -> None:
-    """What Flower sets stays: write-ahead log (as text), synchronous = NORMAL (1), foreign keys. A database that is
-    there already is left alone."""
-    from flwr.supercore.object_store.sql_object_store import SqlObjectStore
-
-    from everfed.federation.flower import superlink
-
-    superlink.create(tmp_path / "link.db")
-    store = SqlObjectStore(str(tmp_path / "link.db"))
-    store.initialize()
-    found = {}
-    for name in ("page_size", "journal_mode", "synchronous", "foreign_keys"):
-        [row] = store.query(f"PRAGMA {name}")
-        (found[name],) = row.values()
-    assert found == {"page_size": 65536, "journal_mode": "wal", "synchronous": 1, "foreign_keys": 1}
-    superlink.create(tmp_path / "link.db")
-    assert store.query("SELECT count(*) AS found FROM objects") == [{"found": 0}]

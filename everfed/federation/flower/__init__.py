@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import os
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from everfed.errors import UserError
 
-CHUNK = 16 << 20  # bytes of one object of a message: each is a request with several transactions
-os.environ.setdefault("FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", str(CHUNK))  # read when Flower is imported
+LEAST, BELOW = "1.41", "2"  # the versions of Flower that fit, as in pyproject.toml
 
 
 def require_flower() -> None:
     """Raises UserError when Flower is not installed, or in a version that does not fit."""
     if find_spec("flwr") is None:
         raise UserError("a federation needs Flower: pip install 'everfed[flower]'")
-    from everfed.federation.flower.touches import require_fitting
+    found = version("flwr")
+    if not _numbers(LEAST) <= _numbers(found) < _numbers(BELOW):
+        raise UserError(f"flwr {found} does not fit; install 'flwr>={LEAST},<{BELOW}'")
 
-    require_fitting()
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())

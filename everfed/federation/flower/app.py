@@ -5,21 +5,21 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from dataclasses import dataclass
+import subprocess
 from pathlib import Path
 
+from everfed.federation.supervisor import environment
 from everfed.store.files import make_folder
 
-PROJECT = """\
+PUBLISHER, NAME, VERSION = "everfed", "everfed-app", "1.0.0"
+PROJECT = f"""\
 [build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"
 
 [project]
-name = "everfed-app"
-version = "1.0.0"
+name = "{NAME}"
+version = "{VERSION}"
 description = "Continual federated learning with everfed"
 license = "Apache-2.0"
 dependencies = [] # everfed is there; a SuperLink installs what is named here from an index
@@ -28,14 +28,14 @@ dependencies = [] # everfed is there; a SuperLink installs what is named here fr
 packages = ["everfed_app"]
 
 [tool.flwr.app]
-publisher = "everfed"
+publisher = "{PUBLISHER}"
 
 [tool.flwr.app.components]
 serverapp = "everfed_app.server:app"
 clientapp = "everfed_app.client:app"
 
 [tool.flwr.app.config]
-recipe = "demo"
+recipe = ""
 out = ""
 data-dir = ""
 scale = 1.0
@@ -56,25 +56,19 @@ def files() -> dict[str, bytes]:
     }
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """An app as Flower carries it."""
-
-    hash_str: str
-    content: bytes
-
-
-@functools.cache
-def bundle() -> Bundle:
-    """The app's bundle. Its hash is the same wherever the same version of everfed is installed."""
-    from everfed.federation.flower.internals import build_fab_from_files
-
-    content, _ = build_fab_from_files(files())
-    return Bundle(hashlib.sha256(content).hexdigest(), content)
-
-
 def write(folder: Path) -> None:
     """Write the app out."""
     for name, content in files().items():
         make_folder((folder / name).parent)
         (folder / name).write_bytes(content)
+
+
+def bundle(folder: Path) -> bytes:
+    """The app as Flower carries it, made in `folder`. The same wherever the same versions are installed."""
+    write(folder / "app")
+    for older in folder.glob("*.fab"):
+        older.unlink()
+    words = ["flwr", "build", "--app", str(folder / "app")]
+    subprocess.run(words, cwd=folder, env=environment(folder), check=True, stdout=subprocess.DEVNULL)
+    [made] = folder.glob("*.fab")
+    return made.read_bytes()

@@ -1,4 +1,4 @@
-"""Packets over Flower's Grid: tracks connected nodes, sends one message per packet, and matches answers to them."""
+"""Packets to the nodes of a Flower run: tracks connected nodes, sends packets, and matches answers. No Flower."""
 
 from __future__ import annotations
 
@@ -7,29 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flwr.app import Message
-
 from everfed.core.events import Observer
-from everfed.federation.flower.records import APP_RAISED, FOREIGN_APP, from_records, to_records
-from everfed.federation.flower.replies import LOST, Reply
 from everfed.federation.packet import PROTOCOL, Packet, PacketError
 from everfed.federation.request import HELLO, NOTICE, require_protocol
 from everfed.federation.transport import Failure
 
-CODES = {
-    0: "unknown error",
-    1: "the app could not be loaded",
-    APP_RAISED: "the app raised an exception",
-    3: "the message is not available",
-    4: "the reply is not available",
-    5: "the node is not available",
-    FOREIGN_APP: "the client refuses this run's app",
-    8: "the app's process died",
-}
-OWN = frozenset({1, APP_RAISED, FOREIGN_APP, 8})  # errors of the client's app, not of the network
 LIFETIME = 12 * 3600.0  # seconds for which the SuperLink keeps a message
 HELLO_LIMIT = 1 << 20  # bytes of a node's answer to HELLO
-SHARE, LONGEST = 0.05, 1.0  # poll interval: this share of the time waited, up to seconds; a poll costs the SuperLink
+SHARE, LONGEST = 0.05, 1.0  # poll interval: this share of the time waited, up to seconds
 
 
 @dataclass(frozen=True)
@@ -42,31 +27,40 @@ class Node:
     key: bytes = b""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """A SuperNode that is connected. since: when Flower last activated it; key: its public key."""
+
+    id: int
+    since: str = ""
+    key: bytes = b""
+
+
 class Connection(Protocol):
-    """A run on a SuperLink. limit: bytes of one reply; outages: how often the SuperLink did not answer."""
+    """A run on a SuperLink. limit: bytes of one reply. A call raises OSError or EOFError when the run is lost."""
 
     limit: int
-    outages: int
 
-    def get_nodes(self) -> Iterable[Any]:
+    def get_nodes(self) -> Iterable[Seen]:
         """The SuperNodes that are connected."""
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send; returns a ticket for each."""
+    def push(self, node: int, packet: Packet, kind: str) -> str:
+        """Send; returns a ticket for the answer, "" if the SuperLink does not accept it."""
 
-    def pull(self, tickets: list[str]) -> list[tuple[str, Reply]]:
-        """The replies that have come, by ticket."""
+    def pull(self, tickets: Iterable[str]) -> list[tuple[str, Packet | Failure]]:
+        """The answers that have come, by ticket."""
 
     def wait(self, seconds: float) -> None:
-        """For so long, or until a reply that is being pulled is complete."""
+        """For so long, or until an answer is there."""
 
     def forget(self, tickets: Iterable[str]) -> None:
-        """Stop pulling the replies to these."""
+        """Drop the answers to these."""
 
     def close(self) -> None:
         """End the run."""
 
 
+LOST = (OSError, EOFError, PacketError)
 Enrol = Callable[[Node], int]  # the index of a client; raises PacketError for one that may not take part
 
 
@@ -97,7 +91,6 @@ class GridTransport:
         self._keys: dict[int, bytes] = {}
         self._since: dict[int, str] = {}  # node -> when Flower last activated it
         self._refreshed = self._sent = float("-inf")
-        self._outages = 0
 
     # nodes -------------------------------------------------------------------------------------------------------
     def connected(self) -> frozenset[int]:
@@ -109,16 +102,17 @@ class GridTransport:
     def _refresh_nodes(self, grid: Connection) -> None:
         """Send HELLO to new nodes, and drop those that are not connected any more."""
         nodes = list(grid.get_nodes())
-        here = {node.node_id: bytes(getattr(node, "public_key", b"")) for node in nodes}
+        here = {node.id: node.key for node in nodes}
         for node in [node for node in self._nodes if node not in here]:
             self._gone(node, "not connected")
-        self._detect_restarts({node.node_id: str(getattr(node, "last_activated_at", "")) for node in nodes})
+        self._detect_restarts({node.id: node.since for node in nodes})
         self._keys = here
         self._refused &= set(here)
         known = {*self._nodes, *self._refused, *self._hellos.values()}
         for node in [node for node in here if node not in known]:
             hello = Packet({"protocol": PROTOCOL, "kind": HELLO})
-            self._hellos[self._push(grid, node, hello, "query")] = node
+            if ticket := self._push(grid, node, hello, "query"):
+                self._hellos[ticket] = node
 
     def _detect_restarts(self, since: dict[int, str]) -> None:
         """A node with a key keeps its number over a restart, but has lost its messages. Flower lists it as offline only
@@ -178,7 +172,7 @@ class GridTransport:
     def send(self, client: int, packet: Packet, kind: str) -> str:
         node = next((node for node, index in self._nodes.items() if index == client), None)
         ticket = None if node is None else self._safely(lambda grid: self._push(grid, node, packet, kind))
-        if ticket is None:
+        if not ticket:
             ticket = f"lost-{time.monotonic_ns()}"
             self._lost.append((ticket, Failure("the SuperLink could not be reached")))
         elif node is not None:
@@ -187,37 +181,21 @@ class GridTransport:
 
     def _push(self, grid: Connection, node: int, packet: Packet, kind: str) -> str:
         self._sent = time.monotonic()
-        message = Message(to_records(packet), node, kind, ttl=LIFETIME)
-        (ticket,) = grid.push_messages([message])
-        if not ticket:
-            raise ConnectionError("the SuperLink did not accept a message")
-        return str(ticket)
+        return grid.push(node, packet, kind)
 
     def receive(self) -> list[tuple[str, Packet | Failure]]:
         since = time.monotonic() - self._sent
         self._wait(max(self.poll, min(LONGEST, SHARE * since)))
         waiting = [*self._tickets, *self._hellos]
         found = self._safely(lambda grid: grid.pull(waiting)) if waiting else None
-        answers = [one for ticket, reply in found or () for one in self._matched(ticket, reply)]
-        self._detect_outage()
+        answers = [one for ticket, answer in found or () for one in self._matched(ticket, answer)]
         lost, self._lost = self._lost, []
         return [*lost, *answers]
 
     def _wait(self, seconds: float) -> None:
         (time.sleep if self._grid is None else self._grid.wait)(seconds)
 
-    def _detect_outage(self) -> None:
-        """After an outage of the SuperLink all open requests are repeated: messages that it was delivering then count
-        as delivered there, and would never be answered."""
-        outages = self._grid.outages if self._grid is not None else 0
-        if outages > self._outages:
-            self.notify({"event": "warning", "message": "the SuperLink was away; open requests are repeated"})
-            self._lose_all("the SuperLink was away")
-        self._outages = outages
-
-    def _matched(self, ticket: str, reply: Reply) -> list[tuple[str, Packet | Failure]]:
-        """By the message that it replies to: the sender of an error is not the node that is gone."""
-        answer = reply if isinstance(reply, Failure) else _answer(reply)
+    def _matched(self, ticket: str, answer: Packet | Failure) -> list[tuple[str, Packet | Failure]]:
         if ticket in self._hellos:
             self._register(self._hellos.pop(ticket), answer)
             return []
@@ -248,14 +226,3 @@ class GridTransport:
             self.close()
             time.sleep(1.0)
             return None
-
-
-def _answer(reply: Message) -> Packet | Failure:
-    if reply.has_error():
-        code = int(reply.error.code)
-        reason = CODES.get(code, f"Flower's error {code}")
-        return Failure(f"{reason}: {reply.error.reason}" if reply.error.reason else reason, code in OWN)
-    try:
-        return from_records(reply.content)
-    except PacketError:
-        return Packet({})  # an empty packet is rejected like any malformed one

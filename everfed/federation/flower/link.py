@@ -1,160 +1,195 @@
-"""A run on a SuperLink in this process: submits everfed's app, takes its server task, and sends its heartbeats.
+"""A run on a SuperLink, for a server in this process: submitted by `flwr run`, carried by its ServerApp.
 
-So the server is the process that the user started, with its own console. All of it goes through the SuperLink's unix
-socket, which only the user who started the SuperLink can open.
+So the server is the process that the user started, with its own console, and needs nothing of Flower but its commands.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import threading
+import json
+import select
+import socket
+import subprocess
 import time
+from base64 import b64encode
 from collections.abc import Iterable
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-import httpx
+from everfed.errors import UserError
+from everfed.federation import packet as wire
+from everfed.federation.flower.app import write
+from everfed.federation.flower.gate import LIMIT, through
+from everfed.federation.flower.grid import Seen
+from everfed.federation.flower.superlink import REGISTERED
+from everfed.federation.local import Entrance, entrance, listen, run_socket
+from everfed.federation.packet import Packet
+from everfed.federation.supervisor import environment
+from everfed.federation.transport import Failure
+from everfed.store.files import make_private, write_atomic
 
-from everfed.federation.flower.app import bundle
-from everfed.federation.flower.internals import (
-    AcquireTaskRequest,
-    ControlHttpClient,
-    HttpGrid,
-    PullTaskInputRequest,
-    PushTaskOutputRequest,
-    RetryInvoker,
-    RuntimeHttpClient,
-    RuntimeTokenHttpInterceptor,
-    RuntimeVersionHttpInterceptor,
-    SendTaskHeartbeatRequest,
-    StartRunRequest,
-    TaskIdentity,
-    run_from_proto,
-    through_socket,
-)
-from everfed.federation.flower.pulling import Puller
-from everfed.federation.flower.replies import Reply
-from everfed.federation.local import control_socket
+START = 120.0  # seconds to wait for the ServerApp of a run
+LOOK = 1.0  # seconds between two looks whether the SuperLink is still the same
+CONNECTION = "everfed"  # the name of the SuperLink in Flower's configuration
 
-SERVER_APP, COMPLETED = "flwr-serverapp", "completed"  # Flower's words for the task of a server, and for its end
-HEARTBEAT = 15.0
-OUTAGE = 90.0  # seconds without the SuperLink after which a new run is submitted to it
+
+class LinkLost(ConnectionError):
+    """The SuperLink has ended, or another one was started in its place."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """A SuperLink. root: the certificate of its authority; None without TLS."""
+    """A SuperLink of this user."""
 
     host: str
     port: int
-    root: bytes | None = None
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
-    @property
-    def control(self) -> Path:
-        """The unix socket on which runs and nodes are managed."""
-        return control_socket(self.port)
+    def entrance(self) -> Entrance:
+        found = entrance(self.port)
+        if found is None:
+            raise LinkLost(f"no SuperLink of yours runs at {self}")
+        return found
 
 
-class HeldGrid(HttpGrid):
-    """Flower's grid on a task of this process. It waits for the end of an outage, and raises other errors, where
-    Flower's own would end the process."""
+def command(found: Entrance, *words: str) -> dict[str, Any]:
+    """Run `flwr WORDS` on a SuperLink; returns what it answers. Raises UserError with what it says instead."""
+    home = Path(found.folder) / "flwr-command"
+    make_private(home)
+    address = f'[superlink.{CONNECTION}]\naddress = "127.0.0.1:{found.port}"\ninsecure = true\n'
+    (home / "config.toml").write_text(address)
+    env = through(found.port, found.secret, environment(home))
+    done = subprocess.run(["flwr", *words, CONNECTION, "--format", "json"], env=env, capture_output=True, text=True)
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        answer = {}
+    if not answer.get("success"):
+        said = answer.get("error-message") or done.stderr.strip() or done.stdout.strip()
+        raise UserError(f"`flwr {' '.join(words[:2])}` failed: {said[-500:]}")
+    return answer
 
-    def __init__(self, address: Address, token: str) -> None:
-        super().__init__(str(address), address.root is None, address.root, token=token)
-        self._address = address
-        self._retry_invoker = RetryInvoker(
-            lambda: (most for most in itertools.repeat(2.0)),
-            httpx.TransportError,
-            max_tries=None,
-            max_time=OUTAGE,
-            on_backoff=self._missed,
-        )
-        self.outages = 0  # how often the SuperLink did not answer
-        self.limit = 0  # bytes of one reply; set before messages are pulled
-        self._puller: Puller | None = None  # from the first pull on: the task's run is known then
-        self._ended = threading.Event()
-        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
 
-    def _connect(self) -> None:
-        """Called by Flower before the first request."""
-        version, token = RuntimeVersionHttpInterceptor("flwr-serverapp"), RuntimeTokenHttpInterceptor(self._token)
-        address, retry = self._address, self._retry_invoker
-        self._client = through_socket(RuntimeHttpClient, address.control, address.root, (version, token), retry)
+class CarriedRun:
+    """The connection to the ServerApp of a run. limit: bytes of one reply."""
 
-    def _missed(self, state: object) -> None:
-        self.outages += 1
+    def __init__(self, address: Address, found: Entrance, carrier: socket.socket) -> None:
+        self._address, self._entrance, self._carrier = address, found, carrier
+        self.limit = self._set = 0
 
-    def begin(self) -> None:
-        """Take the task's input: from here on its run is running."""
-        taken = self._runtime_client.PullTaskInput(PullTaskInputRequest())
-        TaskIdentity.task_id, TaskIdentity.run_id = taken.task_id, taken.run.run_id
-        TaskIdentity.node_id = taken.context.node_id
-        self.set_run(run_from_proto(taken.run))
-        self._heartbeats.start()
+    def get_nodes(self) -> list[Seen]:
+        nodes = self._call({"call": "nodes"}).json("nodes")
+        return [Seen(int(node), since, key.encode("latin-1")) for node, since, key in nodes]
 
-    def pull(self, tickets: list[str]) -> list[tuple[str, Reply]]:
-        """Replies within the limit; failures in place of larger ones and of malformed ones."""
-        if self._puller is None:
-            self._puller = Puller(self._runtime_client, self.node, self.run.run_id)
-        return self._puller.pull(tickets, self.limit)
+    def push(self, node: int, packet: Packet, kind: str) -> str:
+        if self.limit != self._set:
+            set_limit(self._entrance, self.limit)
+            self._set = self.limit
+        header = {"call": "push", "node": str(node), "kind": kind, "header": json.dumps(packet.header)}
+        return self._call(header, packet.pieces).text("ticket")
+
+    def pull(self, tickets: Iterable[str]) -> list[tuple[str, Packet | Failure]]:
+        count = self._call({"call": "pull", "tickets": json.dumps(list(tickets))}).number("count")
+        return [self._answer(self._receive()) for _ in range(count)]
+
+    def _answer(self, packet: Packet) -> tuple[str, Packet | Failure]:
+        if "failure" in packet.header:
+            return packet.text("ticket"), Failure(packet.text("failure"), bool(packet.header["own"]))
+        return packet.text("ticket"), Packet(packet.json("header"), packet.pieces)
 
     def wait(self, seconds: float) -> None:
-        """Until a reply that was announced is complete, or for so long."""
-        self._puller.wait(seconds) if self._puller is not None else time.sleep(seconds)
+        self._call({"call": "wait", "seconds": seconds})
 
     def forget(self, tickets: Iterable[str]) -> None:
-        """Stop pulling the replies to these messages."""
-        if self._puller is not None:
-            self._puller.forget(tickets)
-
-    def _send_heartbeats(self) -> None:
-        """The SuperLink ends a task after a minute without a heartbeat."""
-        while not self._ended.wait(HEARTBEAT):
-            try:
-                self._runtime_client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
-            except httpx.HTTPError:
-                continue  # the next call of the grid raises the error
+        self._call({"call": "forget", "tickets": json.dumps(list(tickets))})
 
     def close(self) -> None:
-        """End the run on the SuperLink."""
-        self._ended.set()
-        if self._puller is not None:
-            self._puller.close()
-        self._retry_invoker.max_tries = 1
-        with contextlib.suppress(httpx.HTTPError):  # else it ends by itself, for lack of heartbeats
-            self._runtime_client.PushTaskOutput(PushTaskOutputRequest(sub_status=COMPLETED, details=""))
-        super().close()
+        self._carrier.close()
+
+    def _call(self, header: dict[str, Any], pieces: dict[str, bytes] | None = None) -> Packet:
+        wire.send(self._carrier, Packet(header, pieces or {}))
+        return self._receive()
+
+    def _receive(self) -> Packet:
+        """The next packet. A ServerApp whose SuperLink has ended may wait for it for ever."""
+        while not select.select([self._carrier], [], [], LOOK)[0]:
+            if entrance(self._address.port) != self._entrance:
+                raise LinkLost("the SuperLink was away")
+        return wire.receive(self._carrier)
 
 
-def open_grid(address: Address) -> HeldGrid:
-    """Submit a run and hold it. Raises httpx.HTTPError while the SuperLink is away."""
-    run_id = _submit(address)
-    version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
-    with through_socket(RuntimeHttpClient, address.control, address.root, [version]) as client:
-        while True:
-            taken = client.AcquireTask(AcquireTaskRequest(supported_task_types=[SERVER_APP]))
-            if not taken.token:
-                time.sleep(0.1)
-                continue
-            grid = HeldGrid(address, taken.token)
-            grid.begin()
-            if taken.task.run_id == run_id:
-                return grid
-            grid.close()  # submitted by a server that was killed before it could take it
+def register(address: Address, keys: dict[str, bytes]) -> None:
+    """Make these public keys, by name, the ones that the SuperLink accepts: new ones are added, those of clients that
+    were removed or have a new key are withdrawn, and their connections end."""
+    found = address.entrance()
+    path = Path(found.folder) / REGISTERED
+    nodes: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}  # by key; "" for one withdrawn
+    for name, key in ((name, key.decode()) for name, key in keys.items()):
+        if nodes.get(key) is None:
+            nodes[key] = _register(found, key)
+            write_atomic(path, json.dumps(nodes).encode())
+        elif not nodes[key]:
+            raise UserError(
+                f"the SuperLink does not accept the key of {name!r}, which was withdrawn before; make a new one: "
+                f"everfed federation keys --client {name} --renew"
+            )
+    wanted = {key.decode() for key in keys.values()}
+    for key in [key for key, node in nodes.items() if node and key not in wanted]:
+        command(found, "supernode", "unregister", nodes[key])
+        nodes[key] = ""
+        write_atomic(path, json.dumps(nodes).encode())
 
 
-def open_control(address: Address) -> ControlHttpClient:
-    """A client of the interface by which runs and nodes are managed."""
-    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
-    return through_socket(ControlHttpClient, address.control, address.root, [version])
+def _register(found: Entrance, key: str) -> str:
+    """The number of the key's node."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
+
+    public = load_pem_public_key(key.encode()).public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    path = Path(found.folder) / "registering.pub"
+    path.write_bytes(public)
+    try:
+        return str(command(found, "supernode", "register", str(path))["node-id"])
+    finally:
+        path.unlink(missing_ok=True)
 
 
-def _submit(address: Address) -> int:
-    fab: Any = vars(bundle())
-    with open_control(address) as client:
-        return int(client.StartRun(StartRunRequest(fab=fab)).run_id)
+def set_limit(found: Entrance, count: int) -> None:
+    """Tell the gate of a SuperLink how many bytes a reply may have."""
+    secret = b64encode(f"everfed:{found.secret}".encode()).decode()
+    connection = HTTPConnection("127.0.0.1", found.port, timeout=LOOK * 30)
+    try:
+        connection.request("POST", f"{LIMIT}{count}", headers={"Proxy-Authorization": f"Basic {secret}"})
+        connection.getresponse().read()
+    except HTTPException as error:
+        raise LinkLost(f"the SuperLink was away: {error}") from error
+    finally:
+        connection.close()
+
+
+def open_grid(address: Address) -> CarriedRun:
+    """Submit a run and wait for its ServerApp. Raises LinkLost while the SuperLink is away."""
+    found = address.entrance()
+    app = Path(found.folder) / "app"
+    write(app)
+    try:
+        run = int(command(found, "run", str(app))["run-id"])
+    except UserError as error:
+        if entrance(address.port) != found:
+            raise LinkLost(f"the SuperLink was away: {error}") from error
+        raise
+    path = run_socket(run)
+    try:
+        with listen(path) as listener:
+            listener.settimeout(LOOK)
+            end = time.monotonic() + START
+            while True:
+                try:
+                    return CarriedRun(address, found, listener.accept()[0])
+                except TimeoutError as error:
+                    if entrance(address.port) != found or time.monotonic() > end:
+                        raise LinkLost(f"the ServerApp of run {run} did not start") from error
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,81 +1,95 @@
-"""Replies of untrusted clients, each pulled in a thread of its own: one that is half there holds nobody up.
+"""Flower's public Grid as a connection that untrusted clients cannot hold up. It runs in the ServerApp's process.
 
-A reply is announced before its objects are sent, and the objects may never come, or be no message.
+The Grid returns all replies together, waits for the slowest, and raises for one that cannot be read. A reply is
+announced before its objects are sent, and the objects may never come, or be no message. So each reply is pulled alone,
+in a thread of its own.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from everfed.federation.flower.internals import ObjectPushError, RunNotRunningException
+from everfed.federation.flower.grid import LIFETIME, Seen
+from everfed.federation.flower.records import APP_RAISED, FOREIGN_APP, from_records, to_records
+from everfed.federation.packet import Packet, PacketError
 from everfed.federation.transport import Failure
 
-GRACE = 1.0  # seconds that `collect` waits for a reply from when its pull was begun: most are there by then
 UNUSABLE = "its reply may not be used"
-# a push that an outage interrupts counts as lost: its objects are dropped with the run
-LOST = (httpx.HTTPError, RunNotRunningException, ObjectPushError, OSError)
-Reply = Message | Failure
+CODES = {
+    0: "unknown error",
+    1: "the app could not be loaded",
+    APP_RAISED: "the app raised an exception",
+    3: "the message is not available",
+    4: "the reply is not available",
+    5: "the node is not available",
+    FOREIGN_APP: "the client refuses this run's app",
+    8: "the app's process died",
+}
+OWN = frozenset({1, APP_RAISED, FOREIGN_APP, 8})  # errors of the client's app, not of the network
+LOST = (httpx.HTTPError, OSError)
 
 
-@dataclass
-class OpenPull:
-    """A reply that is being pulled. dropped: nothing waits for it any more."""
+class OneByOne:
+    """A connection over a Grid. limit: unused; the gate of the SuperLink counts bytes."""
 
-    started: float
-    dropped: threading.Event = field(default_factory=threading.Event)
+    limit = 0
 
-
-class ReplyThreads:
-    """Runs a pull in a thread for each ticket."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, OpenPull] = {}  # by the message that is replied to
-        self._finished: list[tuple[str, Reply] | BaseException] = []
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self._open: dict[str, threading.Thread] = {}  # pulls, by the message that is replied to
+        self._finished: list[tuple[str, Packet | Failure] | BaseException] = []
         self._changed = threading.Condition()
 
-    def start(self, ticket: str, work: Callable[[threading.Event], Reply | None]) -> None:
-        """Begin a pull. work: returns the reply, None if there is none yet; its argument is set when nothing waits for
-        it any more."""
-        pull = OpenPull(time.monotonic())
-        with self._changed:
-            self._open[ticket] = pull
-        threading.Thread(target=self._run, args=(pull, ticket, work), name="pull", daemon=True).start()
+    def get_nodes(self) -> list[Seen]:
+        return [
+            Seen(node.node_id, str(getattr(node, "last_activated_at", "")), bytes(getattr(node, "public_key", b"")))
+            for node in self.grid.get_nodes()
+        ]
 
-    def _run(self, pull: OpenPull, ticket: str, work: Callable[[threading.Event], Reply | None]) -> None:
-        error: BaseException | None = None
-        reply: Reply | None = None
-        try:
-            reply = work(pull.dropped)
-        except BaseException as raised:  # raised again by the next `collect`
-            error = raised
-        with self._changed:
-            if self._open.get(ticket) is pull:
-                del self._open[ticket]
-                self._finished += [error] if error is not None else [(ticket, reply)] if reply is not None else []
-            self._changed.notify_all()
+    def push(self, node: int, packet: Packet, kind: str) -> str:
+        (ticket,) = self.grid.push_messages([Message(to_records(packet), node, kind, ttl=LIFETIME)])
+        return ticket or ""
 
-    def collect(self) -> list[tuple[str, Reply]]:
+    def pull(self, tickets: Iterable[str]) -> list[tuple[str, Packet | Failure]]:
         """The replies that are complete, by ticket; other pulls go on. Raises what the connection raises."""
         with self._changed:
-            while (left := self._grace()) > 0:
-                self._changed.wait(left)
+            for ticket in tickets:
+                if ticket not in self._open:
+                    self._open[ticket] = threading.Thread(target=self._run, args=(ticket,), name="pull", daemon=True)
+                    self._open[ticket].start()
             finished, self._finished = self._finished, []
         for one in finished:
             if isinstance(one, BaseException):
                 raise one
         return [one for one in finished if isinstance(one, tuple)]
 
-    def _grace(self) -> float:
-        """Seconds for which the youngest unfinished reply is still waited for."""
-        newest = max((one.started for one in self._open.values()), default=float("-inf"))
-        return newest + GRACE - time.monotonic()
+    def _run(self, ticket: str) -> None:
+        error: BaseException | None = None
+        reply: Packet | Failure | None = None
+        try:
+            reply = self._one(ticket)
+        except BaseException as raised:  # raised again by the next `pull`
+            error = raised
+        with self._changed:
+            if self._open.get(ticket) is threading.current_thread():  # else nothing waits for it any more
+                del self._open[ticket]
+                self._finished += [error] if error is not None else [(ticket, reply)] if reply is not None else []
+            self._changed.notify_all()
+
+    def _one(self, ticket: str) -> Packet | Failure | None:
+        try:
+            reply = next(iter(self.grid.pull_messages([ticket])), None)
+        except LOST:
+            raise
+        except Exception as error:  # untrusted bytes in Flower's decoders may raise anything
+            self.grid.get_nodes()  # raises if it is not the reply but the run that has ended
+            return Failure(f"{UNUSABLE}: {type(error).__name__}: {error}"[:300], own=True)
+        return None if reply is None else answered(reply)
 
     def wait(self, seconds: float) -> None:
         """Until a pull is over, or for so long."""
@@ -84,37 +98,22 @@ class ReplyThreads:
                 self._changed.wait(seconds)
 
     def forget(self, tickets: Iterable[str]) -> None:
-        """Stop pulling the replies to these."""
+        """Drop the replies to these."""
         with self._changed:
             for ticket in tickets:
-                if ticket in self._open:
-                    self._open.pop(ticket).dropped.set()
+                self._open.pop(ticket, None)
 
     def close(self) -> None:
-        """Stop pulling. The threads of Flower's pulls would keep this process from ending."""
         self.forget(list(self._open))
 
 
-class OneByOne(ReplyThreads):
-    """Flower's public Grid, as a ServerApp gets it. Its own pull returns all replies together, waits for the slowest,
-    and raises for one that cannot be read. limit: not known to it."""
-
-    outages, limit = 0, 0
-
-    def __init__(self, grid: Grid) -> None:
-        super().__init__()
-        self.get_nodes, self.push_messages, self._pull = grid.get_nodes, grid.push_messages, grid.pull_messages
-
-    def pull(self, tickets: list[str]) -> list[tuple[str, Reply]]:
-        """The replies that are complete."""
-        for ticket in [ticket for ticket in tickets if ticket not in self._open]:
-            self.start(ticket, lambda dropped, ticket=ticket: self._one(ticket))  # type: ignore[misc]
-        return self.collect()
-
-    def _one(self, ticket: str) -> Reply | None:
-        try:
-            return next(iter(self._pull([ticket])), None)
-        except LOST:
-            raise
-        except Exception as error:  # untrusted bytes in Flower's decoders may raise anything
-            return Failure(f"{UNUSABLE}: {type(error).__name__}: {error}"[:300], own=True)
+def answered(reply: Message) -> Packet | Failure:
+    """A reply's packet, or why there is none."""
+    if reply.has_error():
+        code = int(reply.error.code)
+        reason = CODES.get(code, f"Flower's error {code}")
+        return Failure(f"{reason}: {reply.error.reason}" if reply.error.reason else reason, code in OWN)
+    try:
+        return from_records(reply.content)
+    except (PacketError, AttributeError, TypeError):
+        return Packet({})  # an empty packet is rejected like any malformed one

@@ -1,8 +1,9 @@
 """Flower's own `flower-superlink` behind everfed's gate.
 
 The command is run in this process as it is installed, and the server that it starts with `uvicorn.run` is started here:
-on the port, for the calls of SuperNodes, and on a unix socket for its owner. The port is taken before the command
-begins, so a Flower that would open it in another way ends with an error instead of serving everything to everybody.
+on the port, for the calls of SuperNodes, and at a door on loopback, for whoever knows the secret. Both ports are taken
+before the command begins, so a Flower that would open one in another way ends with an error instead of serving
+everything to everybody. `flower-superexec`, which starts the ServerApp of each run, works at the door.
 
 Messages are stored in SQLite as objects of megabytes until they are fetched. With pages of 64 KiB (4 by default)
 storing and removing them takes less CPU time and waits for the disk less often. An existing database keeps its pages.
@@ -13,24 +14,34 @@ storing and removing them takes less CPU time and waits for the disk less often.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
+import secrets
+import signal
 import socket
 import sqlite3
+import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from everfed.federation.certificates import CLIENTS
-from everfed.federation.flower.gate import Gate
-from everfed.federation.local import control_socket, listen
+from everfed.federation.flower.gate import Door, Gate, Limits, Patient, through
+from everfed.federation.local import Entrance, entrance_open
 from everfed.federation.logs import log_to_stderr
+from everfed.federation.supervisor import die_with_parent
 
-COMMAND = "flower-superlink"
+REGISTERED = "registered.json"  # in the folder of the database: the keys that it knows, with the numbers of their nodes
+COMMAND, EXECUTOR = "flower-superlink", "flower-superexec"
+LOOPBACK = "127.0.0.1"
 PAGE = 65536  # bytes of a page of the database
+POLL = 0.1  # seconds between two looks for an object that was announced
 ELSEWHERE = ("host", "port", "workers", "reload")  # options of `uvicorn.run` that do not hold for given sockets
+TLS = ("ssl_keyfile", "ssl_certfile")
 
 
 def serve(host: str, port: int, database: Path, security: tuple[Path, Path, Path] | None) -> None:
@@ -40,27 +51,61 @@ def serve(host: str, port: int, database: Path, security: tuple[Path, Path, Path
 
     create(database)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    outside = socket.create_server((host, port), family=family)  # before the socket of a running one is replaced
-    owner = control_socket(port)
+    outside = socket.create_server((host, port), family=family)
+    inside = socket.create_server((LOOPBACK, 0))
+    door = Entrance(inside.getsockname()[1], secrets.token_hex(32), str(database.parent))
     clients = security[0].parent / CLIENTS if security else None
 
     def run(app: Any, **options: Any) -> None:
         kept = {name: value for name, value in options.items() if name not in ELSEWHERE}
-        with listen(owner) as inside:
-            uvicorn.Server(uvicorn.Config(Gate(app, owner, clients), **kept)).run(sockets=[outside, inside])
+        plain = {name: value for name, value in kept.items() if name not in TLS}
+        limits = Limits()
+        gate = uvicorn.Config(Gate(app, limits, clients), **kept)
+        plain |= {"lifespan": "off", "access_log": False}
+        own = uvicorn.Config(Door(Patient(app, POLL), door.secret, limits), **plain)
+
+        async def both() -> None:
+            await asyncio.gather(uvicorn.Server(gate).serve([outside]), uvicorn.Server(own).serve([inside]))
+
+        address = f"{LOOPBACK}:{door.port}"
+        with entrance_open(port, door):
+            executor(address, through(door.port, door.secret, os.environ), POLL)
+            with suppress(KeyboardInterrupt):
+                asyncio.run(both())
 
     words = [COMMAND, "--host", host, "--port", str(port), "--database", str(database), "--isolation", "process"]
     words += ["--disable-runtime-dependency-installation", *_security(security)]
-    [command] = entry_points(group="console_scripts", name=COMMAND)
     for name in [name for name in os.environ if name.startswith("FLWR_INTERNAL")]:
         del os.environ[name]  # they open ports beside this one
     uvicorn.run, sys.argv = run, words
     try:
-        with outside:
-            command.load()()
+        with outside, inside:
+            installed(COMMAND)()
     finally:
-        owner.unlink(missing_ok=True)
         write_back(database)
+
+
+def installed(command: str) -> Any:
+    """What a command of Flower's runs."""
+    [found] = entry_points(group="console_scripts", name=command)
+    return found.load()
+
+
+def executor(address: str, env: Mapping[str, str], poll: float) -> None:
+    """Start Flower's executor, which starts a process for each task that it gets at `address`."""
+    words = [EXECUTOR, "--insecure", "--runtime-api-address", address, "--parent-pid", str(os.getpid())]
+    beside(words, {**env, "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(poll)})
+
+
+def beside(words: Sequence[str], env: Mapping[str, str]) -> None:
+    """Start a process that ends with this one, and this one with it."""
+    child = subprocess.Popen(words, env=dict(env), preexec_fn=die_with_parent)
+
+    def ended() -> None:
+        child.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ended, name=words[0], daemon=True).start()
 
 
 def _security(files: tuple[Path, Path, Path] | None) -> list[str]:
@@ -72,7 +117,11 @@ def _security(files: tuple[Path, Path, Path] | None) -> list[str]:
 
 
 def create(database: Path) -> None:
-    """Make the file of a new database, with large pages."""
+    """Make the file of a new database, with large pages, in place of one whose keys nobody wrote down: what it holds
+    of a run is sent again."""
+    if not (database.parent / REGISTERED).exists():
+        for ending in ("", "-wal", "-shm"):
+            database.with_name(database.name + ending).unlink(missing_ok=True)
     if not database.exists():
         with closing(sqlite3.connect(database)) as connection:
             connection.execute(f"PRAGMA page_size = {PAGE}")
