@@ -97,7 +97,7 @@ def superlink(folder: Path, secure: bool, port: int = 0) -> Iterator[tuple[int, 
 def test_a_client_refuses_a_run_with_another_app_and_its_tasks_are_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Submitted with the owner's rights, so that it does reach the client: nothing of it is run there. The port on which
+    """Submitted with the owner's rights, so that it does reach the client: nothing of it is run there. The port where
     the SuperNode gives tasks answers nobody else."""
     import httpx
     from flwr.proto.runtime_pb2 import AcquireTaskRequest

@@ -34,6 +34,12 @@ from tests.support.toy import Bench
 from tests.support.waiting import HANG
 
 
+def answers(path: Path) -> bool:
+    """Does a process listen at this unix socket?"""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        return caller.connect_ex(str(path)) == 0
+
+
 @contextmanager
 def joined(folder: Path, output: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """`everfed join` as a user runs it, without a server; its worker has started."""

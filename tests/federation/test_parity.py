@@ -6,11 +6,13 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 
 from tests.federation.field import Field, Site, events, field, outcome, simulated
+from tests.support.waiting import HANG
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 pytestmark = pytest.mark.federation
@@ -26,14 +28,23 @@ def test_two_clients_equal_a_simulation_bit_for_bit(tmp_path: Path) -> None:
         assert {event["reason"] for event in connected} == {"site-0", "site-1"}  # again after a pause, perhaps
         assert all(site.steps() for site in small.sites.values())
         for site in small.sites.values():
-            assert_listens_on_no_port(site)
+            assert_answers_nobody_else(site)
 
 
-def assert_listens_on_no_port(site: Site) -> None:
-    """Nothing to bind first, nothing to take tasks from. The worker's unix socket belongs to the owner alone."""
+def assert_answers_nobody_else(site: Site) -> None:
+    """The SuperNode listens on loopback alone: for its own calls of the SuperLink, and for its executor, which has a
+    secret. The worker's unix socket belongs to the owner alone."""
     found = {child.name: listening(child.process.pid) for child in site.children if child.process}
-    assert found == {"the worker": set(), "the supernode": set()}
+    assert found["the worker"] == set()
+    assert sorted(status(port) for port in found["the supernode"]) == [403, 404]
     assert stat.S_IMODE((site.folder / "worker.sock").stat().st_mode) == 0o600
+
+
+def status(port: int) -> int:
+    """What a caller without the secret is answered."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=HANG)
+    connection.request("POST", "/v1/runtime/acquire-task", body=b"")
+    return connection.getresponse().status
 
 
 def listening(pid: int) -> set[int]:
