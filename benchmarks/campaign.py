@@ -45,8 +45,8 @@ from everfed.core.phase import Phase
 from everfed.core.server import Runner
 from everfed.core.trainer import Trainer
 from everfed.engines.eager import Eager
-from everfed.federation.certificates import CA, make_authority, make_client
-from everfed.federation.local import control_socket, socket_path
+from everfed.federation.certificates import make_authority, make_client
+from everfed.federation.local import entrance_file, socket_path
 from everfed.recipe import Recipe
 from everfed.session import assemble, saved_model
 from everfed.store.clients import ClientStore
@@ -166,13 +166,12 @@ def outsiders(folder: Path, rng: random.Random, share: float) -> dict[str, Any]:
 
 
 def _target(fed: Federation) -> Target:
-    from everfed.federation.flower.internals import ListNodesRequest
-    from everfed.federation.flower.link import Address, open_control
+    from everfed.federation.flower.link import Address, command
 
     pki = fed.folder / "pki"
-    with open_control(Address("127.0.0.1", fed.port, (pki / CA).read_bytes())) as client:
-        nodes = [node.node_id for node in client.ListNodes(ListNodesRequest()).nodes_info if node.status == "online"]
-    sockets = [control_socket(fed.port), *(socket_path(fed.folder / f"c{client}") for client in fed.clients)]
+    every = command(Address("127.0.0.1", fed.port).entrance(), "supernode", "list")["nodes"]
+    nodes = [int(node["node-id"]) for node in every if node["status"] == "online"]
+    sockets = [entrance_file(fed.port), *(socket_path(fed.folder / f"c{client}") for client in fed.clients)]
     files = [fed.out / "events.jsonl", fed.out / "audit.jsonl", fed.out / "federation.json", pki / "server.key"]
     files += [pki / "secrets" / "site-0", fed.folder / "c0" / "audit.jsonl", fed.folder / "run.superlink" / "link.db"]
     return Target(fed.port, pki, nodes, 1, sockets, files)

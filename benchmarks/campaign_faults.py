@@ -19,7 +19,7 @@ from typing import Any
 
 from everfed.federation.certificates import CA, SECRETS, make_authority, make_client, make_server
 from everfed.federation.joining import Joining
-from everfed.federation.local import control_socket, socket_path
+from everfed.federation.local import entrance_file, socket_path
 from everfed.recipe import Recipe
 from tests.federation.field import OPTIONS, Site, alive, descendants, events, everfed, runs, small_recipe
 from tests.federation.test_faults import CLOCK
@@ -339,8 +339,8 @@ def worker_socket_removed(fed: Federation, client: int) -> str:
     return "removed"
 
 
-def control_socket_removed(fed: Federation, client: int) -> str:
-    control_socket(fed.port).unlink(missing_ok=True)
+def entrance_removed(fed: Federation, client: int) -> str:
+    entrance_file(fed.port).unlink(missing_ok=True)
     return "removed"
 
 
@@ -404,7 +404,7 @@ FAULTS: dict[str, Fault] = {
     "disk full": disk_full,
     "state folder removed": state_removed,
     "worker's socket removed": worker_socket_removed,
-    "SuperLink's socket removed": control_socket_removed,
+    "SuperLink's entrance removed": entrance_removed,
     "half lines": half_lines,
     "audit log changed": audit_changed,
     "clock wrong": clock_wrong,

@@ -16,7 +16,6 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,8 @@ from tests.core.test_tree_hostile import POISONED
 from tests.support.secure_lies import IGNORED, LEFT_OUT
 
 NODE = "campaign"  # in the header of an answer: what the SuperNode is to do with it
+LYING_FILE = "EVERFED_LIE"  # names the file of what the SuperNode is to do with the reply that it sends next
+LYING = Path(os.environ.get(LYING_FILE, os.devnull))
 Lie = Callable[["Liar", Packet], Packet]
 
 
@@ -307,11 +308,47 @@ def run_worker(arguments: list[str]) -> None:
 
 
 def run_supernode(arguments: list[str]) -> None:
+    """The SuperNode's calls to push a reply are not passed on as they are; its ClientApp is `run_clientapps`."""
+    from everfed.federation.flower import clientapps, supernode
+    from everfed.federation.flower.gate import CALL, PUSH, answer, whole_body
+
+    class LyingFilter(supernode.Filter):
+        pushed = 0  # objects of the reply that is being sent
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            lie = LYING.read_text() if LYING.exists() else ""
+            if scope["path"] == f"{CALL}push-messages":
+                self.pushed = 0
+            self.pushed += scope["path"] == PUSH
+            left_out = lie == "announced, never sent" or (lie == "half of the objects" and self.pushed > 1)
+            if lie == "no reply" and scope["path"] == f"{CALL}push-messages":
+                await answer(send, 500, lie)
+            elif scope["path"] == PUSH and left_out:
+                await answer(send, 200, body=b"\x08\x01")
+            elif scope["path"] == PUSH and lie == "objects under other names":
+                body = await whole_body(receive)
+                mangled = body[:-16] + os.urandom(16)
+
+                async def receive_mangled() -> Any:
+                    return {"type": "http.request", "body": mangled}
+
+                await super().__call__(scope, receive_mangled, send)
+            else:
+                await super().__call__(scope, receive, send)
+
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
+    os.environ[LYING_FILE] = str(Path(arguments[arguments.index("--home") + 1]) / "lie")
+    globals()["LYING"] = Path(os.environ[LYING_FILE])
+    clientapps.MODULE, supernode.Filter = "benchmarks.campaign_lies", LyingFilter  # type: ignore[misc]
+    supernode.main(arguments)
+
+
+def run_clientapps(path: str) -> None:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
-    from everfed.federation.flower import supernode
+    from everfed.federation.flower import client_app, clientapps
 
-    header_of = {"a": ConfigRecord({"a": 1})}
+    header_of, honest = {"a": ConfigRecord({"a": 1})}, client_app.to_records
     contents: dict[str, Callable[[RecordDict], Any]] = {
         "no records": lambda found: RecordDict({}),
         "a record too many": lambda found: RecordDict({**found, **header_of}),
@@ -322,42 +359,27 @@ def run_supernode(arguments: list[str]) -> None:
         ),
     }
 
-    class LyingNode(supernode.SuperNode):
-        def _answer(self, message: Message, objects: Any) -> Message:
-            reply = super()._answer(message, objects)
-            lie = ""
-            if reply.has_content() and "header" in reply.content:
-                lie = str(reply.content["header"].pop(NODE, ""))  # type: ignore[union-attr]
-            self.lie = lie
-            if lie.endswith("error of the app") or lie == "an unknown error":
-                return Message(Error(2 if lie.endswith("app") else 77, "x" * 5000), reply_to=message)
-            if lie in contents:
-                return Message(contents[lie](reply.content), reply_to=message)
-            if lie == "a reply to another message":
-                reply.metadata.__dict__["_reply_to_message_id"] = "0" * 64
-            return reply
+    def records(packet: Packet) -> Any:
+        lie = str(packet.header.pop(NODE, ""))
+        Path(os.environ[LYING_FILE]).write_text(lie)  # the SuperNode sends this reply next
+        if lie.endswith("error of the app") or lie == "an unknown error":
+            return Error(2 if lie.endswith("app") else 77, "x" * 5000)
+        return contents.get(lie, lambda found: found)(honest(packet))
 
-        def _send(self, reply: Message, seconds: float) -> None:
-            if self.lie == "no reply":
-                return
-            link, honest = self.link, self.link.push_object
-            pushed: list[str] = []
+    def message(content: Any, reply_to: Message) -> Message:
+        reply = Message(content, reply_to=reply_to)
+        if Path(os.environ[LYING_FILE]).read_text() == "a reply to another message":
+            reply.metadata.__dict__["_reply_to_message_id"] = "0" * 64
+        return reply
 
-            def push(run: int, session: str, name: str, data: bytes) -> None:
-                pushed.append(name)
-                if self.lie == "announced, never sent" or (self.lie == "half of the objects" and len(pushed) > 1):
-                    return
-                honest(run, session, name, os.urandom(len(data)) if self.lie == "objects under other names" else data)
+    client_app.to_records, client_app.Message = records, message  # type: ignore[assignment,misc]
+    clientapps.main(Path(path))
 
-            self.link = replace(link, push_object=push)
-            try:
-                super()._send(reply, seconds)
-            finally:
-                self.link = link
 
-    supernode.SuperNode = LyingNode  # type: ignore[misc]
-    supernode.main(arguments)
-
+RUN = {"worker": run_worker, "supernode": run_supernode}
 
 if __name__ == "__main__":
-    {"worker": run_worker, "supernode": run_supernode}[sys.argv[1]](sys.argv[2:])
+    if sys.argv[1] in RUN:
+        RUN[sys.argv[1]](sys.argv[2:])
+    else:
+        run_clientapps(sys.argv[1])

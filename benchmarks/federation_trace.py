@@ -40,7 +40,7 @@ WAITING = "waiting"
 LATER = {
     "everfed.federation.worker": ("everfed.federation.runtime",),
     "everfed.federation.flower.superlink": ("flwr.superlink.cli", "flwr.superlink.main"),
-    "everfed.federation.flower.supernode": ("flwr.supernode.fleet_http_connection",),
+    "everfed.federation.flower.supernode": ("flwr.supernode.cli",),
 }
 KINDS = (TRAINING, DISK, BYTES, DATABASE, TRANSPORT, START, REST)
 
@@ -124,8 +124,6 @@ def install(folder: Path) -> Notebook:
         book.replace(WAITING, "flwr.supercore.inflatable.inflatable_utils", "pull_objects", "push_objects")
     if "flwr.supercore.sql_mixin" in here:
         _database(book)
-    if "everfed.federation.flower.supernode" in here:
-        book.replace(WAITING, "everfed.federation.local", "call_worker")  # for the worker, which notes what it does
     if "everfed.federation.codec" in here:
         book.replace(BYTES, "everfed.core.tree", "to_bytes", "from_bytes")
         book.replace(BYTES, "everfed.federation.packet", "digest")

@@ -23,6 +23,7 @@ from everfed.federation.supervisor import die_with_parent, python
 from everfed.store.files import make_folder
 
 COMMAND = "flwr-clientapp"
+MODULE = "everfed.federation.flower.clientapps"
 _CALLER = """\
 #!{python} -IS
 import json, socket, struct, sys, time
@@ -43,7 +44,7 @@ def start(home: Path, env: Mapping[str, str]) -> str:
     make_folder(folder)
     (folder / COMMAND).write_text(_CALLER.format(python=sys.executable, path=str(path)))
     (folder / COMMAND).chmod(0o700)
-    beside([*python(), "-m", __name__, str(path)], env)
+    beside([*python(), "-m", MODULE, str(path)], env)
     return str(folder)
 
 

@@ -24,11 +24,12 @@ TOLERANCE = 305.0  # seconds; Flower's own, for the time that a SuperNode signs
 HOLD = 20.0  # seconds for which an empty answer is held back; Flower's clients wait for 30
 FIRST_LIMIT = 1 << 20  # bytes of a reply before a server has set a limit
 LIMIT = "/everfed/limit/"  # a server sets the limit of a reply: POST with the bytes at the end of the path
-PUSH, PULL = "/v1/fleet/push-object", "/v1/fleet/pull-messages"
+CALL = "/v1/fleet/"
+PUSH, PULL = f"{CALL}push-object", f"{CALL}pull-messages"
 # the body of an answer that means "not yet": no message, an object that is announced, no task
 NOT_YET = {
     PULL: b"",
-    "/v1/fleet/pull-object": b"\x08\x01",
+    f"{CALL}pull-object": b"\x08\x01",
     "/v1/runtime/pull-object": b"\x08\x01",
     "/v1/runtime/acquire-task": b"",
 }
@@ -87,7 +88,7 @@ class Gate:
     def __init__(self, app: App, limits: Limits, clients: Path | None = None) -> None:
         self.app, self.limits = app, limits
         self.keys = None if clients is None else EnrolledKeys(clients)
-        self.open = {f"/v1/fleet/{call}" for call in FLEET}
+        self.open = {CALL + call for call in FLEET}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

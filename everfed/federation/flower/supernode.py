@@ -29,6 +29,7 @@ from everfed.federation import certificates
 from everfed.federation.flower import clientapps
 from everfed.federation.flower.app import NAME, PUBLISHER, VERSION, bundle
 from everfed.federation.flower.gate import (
+    CALL,
     PULL,
     Door,
     Patient,
@@ -51,7 +52,6 @@ from everfed.store.files import make_private
 COMMAND = "flower-supernode"
 TASKS = 0.05  # seconds between two looks for a task
 PATIENCE = 60.0  # seconds to wait for the SuperLink's answer
-CALL = "/v1/fleet/"
 HOP = frozenset({b"host", b"connection", b"content-length", b"accept-encoding", b"proxy-authorization"})
 RUN, FAB_ID, FAB_VERSION, FAB_HASH = 1, 2, 3, 5  # fields of Flower's answer to get-run
 _LOG = logging.getLogger("everfed.supernode")
