@@ -18,7 +18,7 @@ from everfed.store.ledger import PRIVACY_LEDGER, AppendedFile
 RESTART, END = "restart", "end"
 KEY_REFUSED = (
     "the SuperLink refused this client's key: it is not enrolled there, or the SuperLink still waits for the heartbeat "
-    "of a SuperNode that was killed, for up to half a minute"
+    "of a SuperNode that was killed, for up to a minute"
 )
 
 

@@ -1,6 +1,6 @@
 """A reverse proxy in front of the SuperLink, as a configuration of nginx.
 
-The SuperLink binds loopback and answers the calls of SuperNodes only (`flower.gate`). The proxy exposes the same
+The SuperLink binds loopback and answers the calls of SuperNodes only there (`flower.gate`). The proxy exposes the same
 calls by name, so that nothing else reaches the SuperLink from outside.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from everfed.errors import UserError
 from everfed.federation.certificates import CA, SERVER, SERVER_KEY
 
-# every call of a SuperNode that flwr 1.41 makes; `unregister-node` and `register-node` need a key that is enrolled
+# every call of a SuperNode that flwr 1.41 and 1.42 make; `unregister-node` and `register-node` need a key that is enrolled
 FLEET = (
     "register-node", "activate-node", "deactivate-node", "unregister-node", "send-node-heartbeat", "pull-messages",
     "push-messages", "get-run", "get-fab", "push-object", "pull-object", "confirm-message-received",

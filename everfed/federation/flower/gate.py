@@ -22,6 +22,8 @@ from everfed.federation.proxy import BODY, FLEET
 SMALL = 64 << 10  # bytes of a call without an enrolled key; a SuperNode's calls have a few hundred, objects aside
 TOLERANCE = 305.0  # seconds; Flower's own, for the time that a SuperNode signs
 HOLD = 20.0  # seconds for which an empty answer is held back; Flower's clients wait for 30
+SHARE = 0.05  # of the time waited so far, before the next look
+CLOSING: dict[str, Any] = {"timeout_graceful_shutdown": 1}  # for uvicorn: an answer that is held back is not waited for
 FIRST_LIMIT = 1 << 20  # bytes of a reply before a server has set a limit
 LIMIT = "/everfed/limit/"  # a server sets the limit of a reply: POST with the bytes at the end of the path
 CALL = "/v1/fleet/"
@@ -31,6 +33,7 @@ NOT_YET = {
     PULL: b"",
     f"{CALL}pull-object": b"\x08\x01",
     "/v1/runtime/pull-object": b"\x08\x01",
+    "/v1/runtime/pull-messages": b"",
     "/v1/runtime/acquire-task": b"",
 }
 Scope = MutableMapping[str, Any]
@@ -149,8 +152,8 @@ class Door:
 
 
 class Patient:
-    """An ASGI application that holds an answer back which means "not yet", and asks `app` again every `poll` seconds:
-    Flower's clients would sleep for one to ten seconds."""
+    """An ASGI application that holds an answer back which means "not yet", and asks `app` again every `poll` seconds,
+    later less often: Flower's clients would sleep for one to ten seconds."""
 
     def __init__(self, app: App, poll: float) -> None:
         self.app, self.poll = app, poll
@@ -160,13 +163,13 @@ class Patient:
         if not_yet is None:
             await self.app(scope, receive, send)
             return
-        request, end = await whole_body(receive), time.monotonic() + HOLD
+        request, start = await whole_body(receive), time.monotonic()
         while True:
             sent = await _called(self.app, scope, request)
             body = b"".join(message.get("body", b"") for message in sent)
-            if sent[0]["status"] != 200 or body != not_yet or time.monotonic() > end:
+            if sent[0]["status"] != 200 or body != not_yet or (waited := time.monotonic() - start) > HOLD:
                 break
-            await asyncio.sleep(self.poll)
+            await asyncio.sleep(max(self.poll, SHARE * waited))
         for message in sent:
             await send(message)
 

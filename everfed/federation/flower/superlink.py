@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed.federation.certificates import CLIENTS
-from everfed.federation.flower.gate import Door, Gate, Limits, Patient, through
+from everfed.federation.flower.gate import CLOSING, Door, Gate, Limits, Patient, through
 from everfed.federation.local import Entrance, entrance_open
 from everfed.federation.logs import log_to_stderr
 from everfed.federation.supervisor import die_with_parent
@@ -57,7 +57,7 @@ def serve(host: str, port: int, database: Path, security: tuple[Path, Path, Path
     clients = security[0].parent / CLIENTS if security else None
 
     def run(app: Any, **options: Any) -> None:
-        kept = {name: value for name, value in options.items() if name not in ELSEWHERE}
+        kept = {name: value for name, value in options.items() if name not in ELSEWHERE} | CLOSING
         plain = {name: value for name, value in kept.items() if name not in TLS}
         limits = Limits()
         gate = uvicorn.Config(Gate(app, limits, clients), **kept)

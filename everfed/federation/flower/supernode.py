@@ -30,6 +30,7 @@ from everfed.federation.flower import clientapps
 from everfed.federation.flower.app import NAME, PUBLISHER, VERSION, bundle
 from everfed.federation.flower.gate import (
     CALL,
+    CLOSING,
     PULL,
     Door,
     Patient,
@@ -179,7 +180,7 @@ def serve(server: str, worker: str, home: Path, poll: float, limit: int, root: P
     own = _own_certificates(home / "tls") if root else None
     filtered = socket.create_server((LOOPBACK, 0))
     options = {"ssl_certfile": own / certificates.SERVER, "ssl_keyfile": own / certificates.SERVER_KEY} if own else {}
-    config = uvicorn.Config(calls, lifespan="off", log_level="warning", **options)  # type: ignore[arg-type]
+    config = uvicorn.Config(calls, lifespan="off", log_level="warning", **CLOSING, **options)  # type: ignore[arg-type]
     passing = functools.partial(uvicorn.Server(config).run, [filtered])
     threading.Thread(target=passing, name="filter", daemon=True).start()
 
@@ -212,7 +213,7 @@ def _behind_door(tasks: socket.socket, secret: str) -> None:
     original, server = uvicorn.Config, uvicorn.Server
 
     def config(app: Any, **options: Any) -> uvicorn.Config:
-        return original(Door(Patient(app, TASKS), secret), **options)
+        return original(Door(Patient(app, TASKS), secret), **CLOSING, **options)
 
     class OneSocket(server):  # type: ignore[misc,valid-type]
         def run(self, sockets: list[socket.socket] | None = None) -> None:
