@@ -309,7 +309,7 @@ def run_worker(arguments: list[str]) -> None:
 
 def run_supernode(arguments: list[str]) -> None:
     """The SuperNode's calls to push a reply are not passed on as they are; its ClientApp is `run_clientapps`."""
-    from everfed.federation.flower import clientapps, supernode
+    from everfed.federation.flower import client_app, supernode
     from everfed.federation.flower.gate import CALL, PUSH, answer, whole_body
 
     class LyingFilter(supernode.Filter):
@@ -339,14 +339,14 @@ def run_supernode(arguments: list[str]) -> None:
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     os.environ[LYING_FILE] = str(Path(arguments[arguments.index("--home") + 1]) / "lie")
     globals()["LYING"] = Path(os.environ[LYING_FILE])
-    clientapps.MODULE, supernode.Filter = "benchmarks.campaign_lies", LyingFilter  # type: ignore[misc]
+    client_app.MODULE, supernode.Filter = "benchmarks.campaign_lies", LyingFilter  # type: ignore[misc]
     supernode.main(arguments)
 
 
 def run_clientapps(path: str) -> None:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
-    from everfed.federation.flower import client_app, clientapps
+    from everfed.federation.flower import client_app
 
     header_of, honest = {"a": ConfigRecord({"a": 1})}, client_app.to_records
     contents: dict[str, Callable[[RecordDict], Any]] = {
@@ -373,7 +373,7 @@ def run_clientapps(path: str) -> None:
         return reply
 
     client_app.to_records, client_app.Message = records, message  # type: ignore[assignment,misc]
-    clientapps.main(Path(path))
+    client_app.fork_for_messages(Path(path))
 
 
 RUN = {"worker": run_worker, "supernode": run_supernode}

@@ -144,8 +144,8 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 
 
 def federation(run: Run, port: int, events: list[dict[str, Any]]) -> Federated:
-    from everfed.federation.flower.grid import GridTransport, Node
     from everfed.federation.flower.link import Address, open_grid
+    from everfed.federation.transport import GridTransport, Node
 
     def index(node: Node) -> int:
         return node.client
@@ -178,10 +178,10 @@ def one_round(runner: Runner, book: trace.Notebook | None = None) -> tuple[float
 
 def install() -> trace.Notebook:
     """This process is the server: its calls are noted, too."""
-    from everfed.federation.flower import grid
+    from everfed.federation import transport
 
     book = trace.install(Path(os.environ[trace.FOLDER]))
-    book.replace(trace.WAITING, f"{grid.__name__}:GridTransport", "receive")
+    book.replace(trace.WAITING, f"{transport.__name__}:GridTransport", "receive")
     return book
 
 

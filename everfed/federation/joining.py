@@ -10,8 +10,7 @@ from everfed.federation.local import socket_path
 from everfed.federation.logs import stamped
 from everfed.federation.policy import Policy
 from everfed.federation.runs import KEPT
-from everfed.federation.supervisor import Child, Say, environment, python, supervise
-from everfed.federation.watch import FolderWatch, StateLost
+from everfed.federation.supervisor import Child, FolderWatch, Say, StateLost, environment, python, supervise
 from everfed.store.files import Locked, locked, make_private
 from everfed.store.ledger import PRIVACY_LEDGER, AppendedFile
 

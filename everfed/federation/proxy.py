@@ -13,7 +13,7 @@ from pathlib import Path
 from everfed.errors import UserError
 from everfed.federation.certificates import CA, SERVER, SERVER_KEY
 
-# every call of a SuperNode that flwr 1.41 and 1.42 make; `unregister-node` and `register-node` need a key that is enrolled
+# every call of a SuperNode of flwr 1.41 and 1.42; `unregister-node` and `register-node` need a key that is enrolled
 FLEET = (
     "register-node", "activate-node", "deactivate-node", "unregister-node", "send-node-heartbeat", "pull-messages",
     "push-messages", "get-run", "get-fab", "push-object", "pull-object", "confirm-message-received",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from everfed.core.context import PlaceKey
     from everfed.core.engine import Engine
     from everfed.core.events import Observer
-    from everfed.federation.flower.grid import Connection, Node
+    from everfed.federation.transport import Connection, Node
     from everfed.session import Run
 
 IDENTITY = "federation.json"
@@ -103,8 +103,8 @@ def _engine(
 ) -> Engine:
     from everfed.federation.audit import AUDIT, AuditedTransport, AuditLog, noted
     from everfed.federation.engine import Federated, RunIdentity
-    from everfed.federation.flower.grid import GridTransport
     from everfed.federation.roster import ROSTER, Roster
+    from everfed.federation.transport import GridTransport
 
     roster = Roster(folder.path / ROSTER, run.stream.clients, serving.keys)
 

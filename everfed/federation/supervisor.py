@@ -1,4 +1,5 @@
-"""Supervises child processes: restarts those that end, and ends all of them with their parent."""
+"""Supervises child processes: restarts those that end, ends all of them with their parent, and notices that the folder
+of their state was removed."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from everfed.errors import UserError
 from everfed.federation.logs import stamped
 from everfed.store.files import private
 
@@ -147,3 +149,35 @@ def die_with_parent() -> None:
     """On Linux a child gets SIGTERM when its parent ends, even if it is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class StateLost(UserError):
+    """The state folder, or what lies in it, is gone."""
+
+
+class FolderWatch:
+    """files: names in the folder; each must stay from the first time that it is seen there."""
+
+    def __init__(self, folder: Path, *files: str) -> None:
+        self.folder, self.files = folder, files
+        self._first = self._identities()
+
+    def check(self) -> None:
+        """Raises StateLost."""
+        now = self._identities()
+        for name, identity in self._first.items():
+            if now.get(name) != identity:
+                what = self.folder / name if name else self.folder
+                raise StateLost(f"{what} was removed or replaced while this client was running: its state is lost")
+        self._first = {**now, **self._first}
+
+    def _identities(self) -> dict[str, tuple[int, int]]:
+        """Device and inode of what is there; "" stands for the folder itself."""
+        found = {}
+        for name in ("", *self.files):
+            try:
+                status = (self.folder / name).stat()
+            except OSError:
+                continue
+            found[name] = (status.st_dev, status.st_ino)
+        return found

@@ -27,7 +27,7 @@ from everfed.federation.logs import log_to_stderr
 from everfed.federation.packet import PacketError
 from everfed.federation.policy import Answers, Guard, Policy
 from everfed.federation.runs import KEPT
-from everfed.federation.watch import FolderWatch, StateLost
+from everfed.federation.supervisor import FolderWatch, StateLost
 from everfed.privacy.spending import DELTA
 from everfed.store.files import Locked, locked, make_private
 from everfed.store.ledger import PRIVACY_LEDGER

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from everfed.federation.flower.grid import GridTransport, Node, Seen
 from everfed.federation.packet import PROTOCOL, Packet
-from everfed.federation.transport import Failure
+from everfed.federation.transport import Failure, GridTransport, Node, Seen
 
 
 def here(node: int, since: str = "at eight") -> Seen:
@@ -166,7 +165,7 @@ def test_what_was_under_way_when_the_run_was_lost_is_sent_again(
 def test_the_longer_an_answer_takes_the_later_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A twentieth of the time since the last request: 0.1 s at first, 0.5 s after 10 s, 1 s from 20 s on."""
     now, grid = [100.0], FakeGrid([here(5)])
-    monkeypatch.setattr("everfed.federation.flower.grid.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("everfed.federation.transport.time.monotonic", lambda: now[0])
     transport = GridTransport(lambda: grid, lambda node: node.client, poll=0.1)  # type: ignore[arg-type,return-value]
     transport.connected()  # greets
     for now[0] in (100.5, 110.0, 120.0, 4000.0):

@@ -105,7 +105,7 @@ def test_a_client_refuses_a_run_with_another_app_and_its_tasks_are_its_own(
     from flwr.supercore.runtime import RuntimeHttpClient
 
     from everfed.federation.flower import app, link
-    from everfed.federation.flower.grid import GridTransport
+    from everfed.federation.transport import GridTransport
 
     stolen = {**app.files(), "everfed_app/client.py": STOLEN.format(path=str(tmp_path / "stolen")).encode()}
     with field(tmp_path, 1) as one:

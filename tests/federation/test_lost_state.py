@@ -24,7 +24,7 @@ from everfed.federation.local import call_worker, entrance, entrance_file, socke
 from everfed.federation.packet import PROTOCOL, Packet
 from everfed.federation.request import HELLO
 from everfed.federation.superlink import Settings, running
-from everfed.federation.watch import FolderWatch, StateLost
+from everfed.federation.supervisor import FolderWatch, StateLost
 from everfed.federation.worker import serve
 from tests.federation.field import until
 from tests.federation.loop import site

@@ -44,8 +44,8 @@ def test_lines_have_a_time_and_a_level() -> None:
 
 
 def test_a_client_that_the_server_refuses_sees_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from everfed.federation.flower.grid import GridTransport, Node
     from everfed.federation.packet import PacketError
+    from everfed.federation.transport import GridTransport, Node
     from tests.federation.test_grid import FakeGrid, here
 
     def nobody(node: Node) -> int:

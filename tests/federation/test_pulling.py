@@ -17,14 +17,13 @@ pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 from flwr.app import ConfigRecord, Error, RecordDict
 
 from everfed.federation import packet as wire
-from everfed.federation.flower.grid import Connection, Seen
 from everfed.federation.flower.link import Address, CarriedRun
 from everfed.federation.flower.records import to_records
 from everfed.federation.flower.replies import OneByOne
 from everfed.federation.flower.server_app import carry
 from everfed.federation.local import Entrance, listen
 from everfed.federation.packet import Packet
-from everfed.federation.transport import Failure
+from everfed.federation.transport import Connection, Failure, Seen
 from tests.core.test_tree_hostile import mutated
 from tests.support.waiting import HANG
 

@@ -21,12 +21,11 @@ from everfed.errors import UserError
 from everfed.federation import packet as wire
 from everfed.federation.flower.app import write
 from everfed.federation.flower.gate import LIMIT, through
-from everfed.federation.flower.grid import Seen
 from everfed.federation.flower.superlink import REGISTERED
 from everfed.federation.local import Entrance, entrance, listen, run_socket
 from everfed.federation.packet import Packet
 from everfed.federation.supervisor import environment
-from everfed.federation.transport import Failure
+from everfed.federation.transport import Failure, Seen
 from everfed.store.files import make_private, write_atomic
 
 START = 120.0  # seconds to wait for the ServerApp of a run

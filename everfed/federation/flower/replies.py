@@ -14,10 +14,9 @@ import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from everfed.federation.flower.grid import LIFETIME, Seen
 from everfed.federation.flower.records import APP_RAISED, FOREIGN_APP, from_records, to_records
 from everfed.federation.packet import Packet, PacketError
-from everfed.federation.transport import Failure
+from everfed.federation.transport import LIFETIME, Failure, Seen
 
 UNUSABLE = "its reply may not be used"
 CODES = {

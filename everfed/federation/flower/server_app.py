@@ -13,11 +13,10 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from everfed.federation import packet as wire
-from everfed.federation.flower.grid import Connection
 from everfed.federation.flower.replies import OneByOne
 from everfed.federation.local import connected, run_socket
 from everfed.federation.packet import Packet
-from everfed.federation.transport import Failure
+from everfed.federation.transport import Connection, Failure
 
 app = ServerApp()
 

@@ -3,7 +3,7 @@
 A SuperNode runs whatever app the SuperLink hands out. Here it reaches the SuperLink through this process (`Filter`),
 which passes no other app on and no message above the limit. It gives tasks on a port, to anyone who can connect; here
 every call there needs a secret. Flower starts a process for each message; here it is forked from one that has loaded
-everything (`clientapps`).
+everything (`client_app`).
 
     python -m everfed.federation.flower.supernode --superlink HOST:PORT --worker SOCKET --home DIR --insecure
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed.federation import certificates
-from everfed.federation.flower import clientapps
+from everfed.federation.flower import client_app
 from everfed.federation.flower.app import NAME, PUBLISHER, VERSION, bundle
 from everfed.federation.flower.gate import (
     CALL,
@@ -188,7 +188,7 @@ def serve(server: str, worker: str, home: Path, poll: float, limit: int, root: P
     _behind_door(tasks, secret)
     port = tasks.getsockname()[1]
     env = through(port, secret, os.environ)
-    path = f"{clientapps.start(home, env)}{os.pathsep}{env.get('PATH', '')}"
+    path = f"{client_app.start(home, env)}{os.pathsep}{env.get('PATH', '')}"
     executor(f"{LOOPBACK}:{port}", {**env, "PATH": path}, TASKS)
     bypass()
     words = [COMMAND, "--superlink", f"{LOOPBACK}:{filtered.getsockname()[1]}", "--isolation", "process"]
