@@ -128,7 +128,7 @@ def install(folder: Path) -> Notebook:
         book.replace(BYTES, "everfed.core.tree", "to_bytes", "from_bytes")
         book.replace(BYTES, "everfed.federation.packet", "digest")
     if "everfed.federation.client" in here:
-        book.replace(TRAINING, "everfed.federation.client", "_call")
+        book.replace(TRAINING, "everfed.federation.client:_Call", "answered")
         book.replace(DISK, "everfed.federation.journal:Journal", "find", "before", "record", "forget")
         book.replace(DISK, "everfed.federation.payloads:PayloadCache", "put", "has")
         book.replace(TRANSPORT, "everfed.federation.packet", "send", "receive")
