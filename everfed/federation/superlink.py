@@ -113,7 +113,7 @@ def _supervised(settings: Settings, say: Say) -> Iterator[None]:
                 say(stamped(f"{owner} was removed; the SuperLink is restarted", logging.WARNING))
                 child.process.terminate()
                 listened.clear()
-            else:
+            elif pid not in listened:
                 listens()
 
     child.start()

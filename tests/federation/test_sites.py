@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from everfed.federation.certificates import make_authority, make_client, make_server
 from everfed.federation.client import STEP_FAILED
 from everfed.federation.joining import Joining
-from everfed.federation.security import enrolled, read_security, register
+from everfed.federation.security import enrolled, read_security
 from everfed.federation.superlink import Settings, running
 from everfed.recipe import from_table, read
 from tests.federation.field import Field, Site, events, outcome, simulated, small_recipe, until
@@ -110,7 +110,7 @@ def test_a_site_whose_own_code_always_raises(tmp_path: Path) -> None:
 
 def test_tls_and_keys(tmp_path: Path) -> None:
     """Two clients are enrolled; a third has a key that nobody enrolled, and is refused while the run goes on."""
-    from everfed.federation.flower.link import Address, open_grid
+    from everfed.federation.flower.link import Address, open_grid, register
     from everfed.federation.serving import Serving, serve
 
     pki = tmp_path / "pki"
@@ -120,7 +120,7 @@ def test_tls_and_keys(tmp_path: Path) -> None:
     make_authority(tmp_path / "other")
     stranger = make_client(tmp_path / "other", "site-2")
     recipe, security, port = small_recipe(tmp_path, 2, method="fedgp+der"), read_security(pki), free_port()
-    address = Address("127.0.0.1", port, security.ca.read_bytes())
+    address = Address("127.0.0.1", port)
     sites: list[Site] = []
     with running(Settings("127.0.0.1", port, tmp_path / "link", security), lambda line: None):
         register(address, enrolled(pki))

@@ -8,7 +8,8 @@ in a thread of its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import httpx
 from flwr.app import Message
@@ -30,7 +31,6 @@ CODES = {
     8: "the app's process died",
 }
 OWN = frozenset({1, APP_RAISED, FOREIGN_APP, 8})  # errors of the client's app, not of the network
-LOST = (httpx.HTTPError, OSError)
 
 
 class OneByOne:
@@ -45,13 +45,16 @@ class OneByOne:
         self._changed = threading.Condition()
 
     def get_nodes(self) -> list[Seen]:
+        with lost():
+            nodes = list(self.grid.get_nodes())
         return [
             Seen(node.node_id, str(getattr(node, "last_activated_at", "")), bytes(getattr(node, "public_key", b"")))
-            for node in self.grid.get_nodes()
+            for node in nodes
         ]
 
     def push(self, node: int, packet: Packet, kind: str) -> str:
-        (ticket,) = self.grid.push_messages([Message(to_records(packet), node, kind, ttl=LIFETIME)])
+        with lost():
+            (ticket,) = self.grid.push_messages([Message(to_records(packet), node, kind, ttl=LIFETIME)])
         return ticket or ""
 
     def pull(self, tickets: Iterable[str]) -> list[tuple[str, Packet | Failure]]:
@@ -82,8 +85,9 @@ class OneByOne:
 
     def _one(self, ticket: str) -> Packet | Failure | None:
         try:
-            reply = next(iter(self.grid.pull_messages([ticket])), None)
-        except LOST:
+            with lost():
+                reply = next(iter(self.grid.pull_messages([ticket])), None)
+        except OSError:
             raise
         except Exception as error:  # untrusted bytes in Flower's decoders may raise anything
             self.grid.get_nodes()  # raises if it is not the reply but the run that has ended
@@ -104,6 +108,15 @@ class OneByOne:
 
     def close(self) -> None:
         self.forget(list(self._open))
+
+
+@contextmanager
+def lost() -> Iterator[None]:
+    """Errors of HTTP as what a connection raises."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 def answered(reply: Message) -> Packet | Failure:
