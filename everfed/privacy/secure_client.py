@@ -102,7 +102,7 @@ class SecureAggregation(Protection, SumOptions):
     declared: Mapping[str, Callable[[Facts], int]] = field(default_factory=dict, compare=False)
 
     name = NAME
-    adds = frozenset({"keys", "form", "signed", "asked", "broken"})
+    adds = frozenset({"keys", "form", "signed", "asked", "broken", "opened"})
     per_epoch = True
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
@@ -153,6 +153,7 @@ class SecureAggregation(Protection, SumOptions):
         }
         client.state, advertised = _with_new_keys(own, client)
         said = {**advertised, "form": form, **({"asked": own["asked"]} if own["asked"] else {})}
+        said |= _opened_elsewhere(own, client)
         return Reply({self.name: {**said, "broken": True} if broken else said})
 
     # the steps inside it -----------------------------------------------------------------------------------------
@@ -425,6 +426,15 @@ def _ledger_keys(own: Tree, client: Client) -> list[str]:
     return [f"opened {name}" for name in (phase, own["model"], own["result"]) if name]
 
 
+def _opened_elsewhere(own: Tree, client: Client) -> Tree:
+    """The clients with whom this very reply was opened in another round, if it was. A sum with other clients then goes
+    on without it; a sum of the same round is refused instead (`_require_same_set`)."""
+    if client.attempt is None or not own["result"]:
+        return {}
+    *here, reply = map(client.attempt.ledger.find, _ledger_keys(own, client))
+    return {} if reply is None or any(here) else {"opened": reply}
+
+
 def _require_same_set(own: Tree, clients: Iterable[int], client: Client) -> None:
     """Raises ProtocolError where this reply, or this phase, was opened in a sum of other clients."""
     for key in _ledger_keys(own, client):
@@ -446,10 +456,10 @@ def _model_digest(phase: str, reply: Reply, client: Client) -> str:
 
 
 def _reply_digest(phase: str, reply: Reply, client: Client) -> str:
-    """Digest of a reply and of the model that it answers, whichever run asks; "" for a reply without values."""
+    """Digest of a reply and of the model that it answers, in whichever run and round; "" for one without values."""
     if client.attempt is None or not reply.values:
         return ""
-    about = [phase, client.round, reply.samples, reply.steps]
+    about = [phase, reply.samples, reply.steps]
     return _digest(about, {"reply": reply.values, "model": dict(client.messages.get(MODEL, {}))})
 
 

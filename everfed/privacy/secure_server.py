@@ -90,9 +90,11 @@ class SecureSum:
     def run(self) -> Sums | None:
         dealt = self._share()
         sharing = sorted(dealt)
+        self._require_all_repeats(sharing)
         self.phase.require(sharing, self.members.clients)
         vectors = self._mask(dealt)
         alive = sorted(vectors)
+        self._require_all_repeats(alive)
         self.phase.require(alive, self.members.clients)
         if any(sum(path in self.phase.forms[client] for client in alive) < self.threshold for path in self.form):
             raise Left  # too few of those that have a value are there; the others begin again without it
@@ -106,6 +108,11 @@ class SecureSum:
             for index, part in enumerate(VECTORS)
         ]
         return self._decoded(opened, alive)
+
+    def _require_all_repeats(self, left: list[int]) -> None:
+        """Raises Left where a client is gone and a reply that was opened before would be in another sum."""
+        if left != self.members.clients and any(client in self.phase.repeats for client in left):
+            raise Left
 
     # what clients deal to each other ------------------------------------------------------------------------------
     def _share(self) -> dict[int, _Dealt]:
@@ -305,6 +312,7 @@ class SecurePhase:
         self.keys: dict[int, bytes] = {}
         self.signed: dict[int, str] = {}  # passed on to the others, who check it
         self.asked: dict[int, str] = {}
+        self.repeats: dict[int, str] = {}  # the clients of the sum in which this very reply was opened before
         self.broken = 0  # replies that are not finite
         for client, reply in sorted(replies.items()):
             self._advertised(client, reply.values.get(NAME, {}))
@@ -327,6 +335,8 @@ class SecurePhase:
         else:
             self.forms[client], self.asked[client] = form, str(values.get("asked", ""))
             self.broken += bool(values.get("broken"))
+            if isinstance(values.get("opened"), str):
+                self.repeats[client] = values["opened"]
             self._take_keys(client, keys, values)
 
     def _take_keys(self, client: int, keys: bytes, values: Tree) -> None:
@@ -367,6 +377,17 @@ class SecurePhase:
         for client in [] if self.opened is None else set(self.clients) - set(self.opened):
             self.absent[client] = Absent("late", "the sum of this phase was opened before, without it")
 
+    def _leave_out_repeats(self) -> None:
+        """A reply that was opened before is added up with the same clients again, or with none: the difference of two
+        such sums would be replies of the others."""
+        while other := [client for client in self.clients if self._is_repeat(client, set_text(self.clients))]:
+            for client in other:
+                reason = f"this very reply was opened in a sum of clients {self.repeats[client][:200]}"
+                self.absent[client] = Absent("late", reason)
+
+    def _is_repeat(self, client: int, clients: str) -> bool:
+        return self.repeats.get(client, clients) != clients
+
     @property
     def clients(self) -> list[int]:
         """Those that may be in the sum."""
@@ -378,7 +399,9 @@ class SecurePhase:
     def run(self) -> Sums | None:
         """None where what was opened is no sum of replies. Where no value is in enough replies nothing is opened."""
         while True:
-            self.require(self.clients, self.clients)
+            self._leave_out_repeats()
+            if not (self.repeats and not self.clients):
+                self.require(self.clients, self.clients)
             if not self._has_a_sum():
                 return Sums({}, 0.0, 0, 0, 0)
             try:
@@ -409,6 +432,9 @@ class SecurePhase:
         return Members({client: self.keys[client] for client in clients}, forms, bound, self.signed)
 
     def _renew_keys(self) -> None:
+        self._leave_out_repeats()
+        if self.repeats and not self.clients:
+            return
         self.require(self.clients, self.clients)
         for client, answer in self.request(KEYS, self.clients, {NAME: {}}).items():
             keys = sized(answer.get("keys"), KEYS_SIZE)

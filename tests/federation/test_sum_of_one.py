@@ -18,7 +18,7 @@ pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 
 from everfed.core import tree
 from everfed.core.context import Place, Setup
-from everfed.core.engine import Engine
+from everfed.core.engine import Absent, Engine
 from everfed.core.events import Diverged
 from everfed.core.message import Cached
 from everfed.core.server import Runner
@@ -28,11 +28,12 @@ from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet, digest
 from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import RECIPE, Answer, Request, fingerprint
+from everfed.method import Client, Part, Phase, Sum
 from everfed.methods import registry as methods
-from everfed.privacy.secure_client import MASK, secured
+from everfed.privacy.secure_client import MASK, SHARE, secured
 from everfed.privacy.secure_server import Secured, SecurePhase, TooFewClients
 from everfed.store.clients import ClientStore
-from tests.federation.loop import Loop, runtime
+from tests.federation.loop import Loop, loop_of, runtime
 from tests.support.flaky import Flaky
 from tests.support.toy import Bench, Toy
 
@@ -226,6 +227,62 @@ def test_a_server_that_keeps_them_all_together_opens_nothing(
     known(bench, sums)
     known(bench, sums, (CLIENTS - 1) * sent)
     assert sums is None or not sums.totals or sums.totals[PATH][1] < CLIENTS
+
+
+class Statistics(Part):
+    """A phase whose reply is the same in every round: the sum of a client's samples."""
+
+    name = "statistics"
+
+    def phases(self) -> tuple[Phase, ...]:
+        return (Phase("statistics", reduce={"sum": Sum()}, run=self._sum),)
+
+    def _sum(self, client: Client) -> dict[str, Any]:
+        return {"sum": client.data.x.float().mean(0).reshape(-1) / 256}
+
+
+def rounds_of(folder: Path, lost: list[dict[int, str]]) -> tuple[list[Any], list[list[int]], list[dict[str, Any]]]:
+    """(what was opened, who was absent, the events) of rounds in which the model does not change. lost: in each, the
+    clients that are gone from a step on."""
+    plain = methods.build("fedavg")
+    bench = Bench(
+        lambda: secured(replace(plain, parts=(*plain.parts, Statistics())), threshold=0.6),
+        stream=Toy(tasks=1, rounds_per_task=len(lost), clients=CLIENTS),
+    )
+    loop = loop_of(bench, folder)
+    events: list[dict[str, Any]] = []
+    setup, identity = bench.setup(), RunIdentity("a1", 1, TEXT)
+    options = PhaseOptions(deadline=0.3, retry=0.0, tries=1)
+    inner = Federated(setup, bench.build_module, loop, identity, options, lambda: (0, 0, 0, 0), events.append)
+    engine, phase = Secured(inner, setup, notify=events.append), setup.method.phases_by_name()["statistics"]
+    message: Any = {"model": {key: Cached(0, value) for key, value in bench.model().items()}}
+    sums, absent = [], []
+    for index, gone in enumerate(lost):
+
+        def drop(client: int, packet: Packet, gone: dict[int, str] = gone) -> Packet | None:
+            [step] = Request.of(packet).steps
+            return None if gone.get(client) == step.phase else packet
+
+        loop.before = drop
+        found = dict(engine.exchange(phase, tuple(range(CLIENTS)), message, Place(index, setup.stream.round(index))))
+        absent.append([client for client, reply in found.items() if isinstance(reply, Absent)])
+        sums.append(engine._sums)
+    return sums, absent, events
+
+
+@pytest.mark.parametrize("step", ["statistics", SHARE, MASK])
+def test_the_same_replies_in_another_round_are_added_up_with_the_same_clients_or_not_at_all(
+    step: str, tmp_path: Path
+) -> None:
+    """The run goes on without the sum, whose difference to the one before is the reply of the client that is gone."""
+    sums, absent, _ = rounds_of(tmp_path, [{}, {VICTIM: step}, {}])
+    first, second, third = ({} if one is None else one.totals for one in sums)
+    if "statistics/sum" in second:
+        own = Toy(tasks=1, clients=CLIENTS).data(VICTIM, 0).x.float().mean(0).reshape(-1) / 256
+        error = float((first["statistics/sum"][0] - second["statistics/sum"][0] - own).abs().max())
+        pytest.fail(f"the reply of client {VICTIM} is known to {error:.1e}")
+    assert absent == [[], list(range(CLIENTS)), []]
+    assert torch.equal(first["statistics/sum"][0], third["statistics/sum"][0])
 
 
 def again(folder: Path, repeat: int, run: str, away: set[int]) -> Any:
