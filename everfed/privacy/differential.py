@@ -93,6 +93,8 @@ class DifferentialPrivacy(Protection, NoiseOptions):
         scores on the client's own tests."""
         if "history" not in client.state:  # a server that resumed its run under another recipe
             self.init(client)
+        if self.kind == LOCAL and phase.name == TRAIN and client.synchronises and not flat(reply.values):
+            reply = self.nothing(client, phase)  # whether it has samples in this period is not told either
         own, message = client.state, client.messages
         own["history"] = _to_tensor(tree_digest({"message": message, "history": own["history"]}, _place(client)))
         sent = {} if phase.name == EVALUATE else flat(reply.values)
@@ -110,18 +112,19 @@ class DifferentialPrivacy(Protection, NoiseOptions):
         return Reply(values)
 
     def nothing(self, client: Client, phase: Phase) -> Reply:
-        """The reply to a step that failed, before it is sealed: of the form of the last one, or of the model, and no
-        number in it. As values that are not finite these count as zero."""
+        """The reply to a step that failed, or of a client without samples, before it is sealed: of the form of the last
+        one, or of the model, and no number in it. As values that are not finite these count as zero."""
         form = json.loads(client.state.get("forms", {}).get(phase.name, "{}"))
         if phase.name == TRAIN and MODEL in client.messages:
-            params = client.messages[MODEL]["params"]
-            form[self.model] = [str(params.dtype).removeprefix("torch."), list(params.shape)]
+            aggregator, sent = self.model.partition("/")[0], client.messages[MODEL]
+            for key in ("params",) if client.options.batchnorm == "local" else tuple(sent):
+                form[f"{aggregator}/{key}"] = [str(sent[key].dtype).removeprefix("torch."), list(sent[key].shape)]
         values: dict[str, Tree] = {}
         for path, (kind, shape) in form.items():
             part, key = path.split("/", 1)
-            number = kind == NUMBER
-            found = math.nan if number else torch.full(shape, math.nan, dtype=getattr(torch, kind))
-            values.setdefault(part, {})[key] = found
+            blank = math.nan if kind == NUMBER else torch.zeros(shape, dtype=getattr(torch, kind))
+            whole = isinstance(blank, Tensor) and not blank.is_floating_point()
+            values.setdefault(part, {})[key] = blank if whole else blank + math.nan
         return Reply(values)
 
     def most_values(self, phase: Phase) -> int:

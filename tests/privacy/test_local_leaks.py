@@ -77,6 +77,17 @@ def test_a_model_that_overflows_on_a_bright_pixel_tells_nothing(tmp_path: Path) 
     assert all(bool(one.isfinite().all()) and float(one[-16:].std()) > NOISE / 3 for one in noise)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_client_without_samples_replies_like_any_other(count: int, tmp_path: Path) -> None:
+    """The server names the task: for every period it was told, without noise, whether there are samples."""
+    bench = replace(bench_of(), stream=replace(STREAM, sizes={(0, 0): count}))
+    answer = ask(site(bench, tmp_path), bench.model())
+    sizes = {key: len(value) for key, value in values(answer)["fedavg"].items()}
+    assert sizes == {"params": 64, "stats": 0, "counters": 0}
+    assert float(values(answer)["fedavg"]["params"].std()) > NOISE / 3
+    assert charged(tmp_path) == [multiplier(NOISE, 1, 2.0)]
+
+
 def test_a_spent_budget_refuses_before_anything_is_computed(tmp_path: Path) -> None:
     bench = bench_of()
     there = site(bench, tmp_path, composed({multiplier(NOISE, 1, 2.0): 1}, 1e-5) + 1e-6)
