@@ -316,3 +316,36 @@ def test_two_sums_of_one_model_at_another_repeat_are_of_the_same_clients(run: st
             (first.totals[PATH][0] - second.totals[PATH][0] - reply_of(bench_of(CLIENTS), VICTIM)).abs().max()
         )
         pytest.fail(f"the reply of client {VICTIM} is known to {error:.1e}")
+
+
+# what still succeeds: docs/threat-model.md says so --------------------------------------------------------------------
+def test_a_server_that_steered_the_state_of_the_others_knows_most_of_a_reply(tmp_path: Path) -> None:
+    """FedDyn keeps a gradient on clients. The others were sent a model of large numbers in the round before, in which
+    the victim was not asked; now they push their parameters to the clip, whose multiples the server takes away."""
+
+    def bench_with(protected: bool) -> Bench:
+        plain = methods.build("feddyn", {"feddyn": {"alpha": 1.0}})
+        stream = Toy(tasks=1, rounds_per_task=2, clients=CLIENTS)
+        return Bench(lambda: secured(plain, threshold=0.6) if protected else plain, stream=stream)
+
+    bench, bare = bench_with(True), bench_with(False).setup()
+    setup, first = bench.setup(), bench.model()
+    options, identity = PhaseOptions(deadline=1.0, retry=0.0, tries=1), RunIdentity("a1", 1, TEXT)
+    inner = Federated(setup, bench.build_module, loop_of(bench, tmp_path), identity, options, lambda: (0, 0, 0, 0))
+    engine, phase, others = Secured(inner, setup), setup.method.train_phase(), (0, 1, 2, 3)
+    signs = torch.randint(0, 2, first["params"].shape, generator=torch.Generator().manual_seed(1)) * 2.0 - 1
+    for index, (clients, params) in enumerate([(others, signs * 3e4), ((*others, VICTIM), first["params"])]):
+        message: Any = {"model": {key: Cached(0, value) for key, value in {**first, "params": params}.items()}}
+        list(engine.exchange(phase, clients, message, Place(index, setup.stream.round(index))))
+    assert engine._sums is not None and engine._sums.totals["feddyn/params"][1] == CLIENTS
+    place = Place(1, bare.stream.round(1))
+    [(_, own)] = (
+        bench_with(False)
+        .eager(bare, ClientStore())
+        .exchange(bare.method.train_phase(), (VICTIM,), {"model": dict(first)}, place)
+    )
+    assert not isinstance(own, Absent)
+    clip = 16.0 * (1 - 2.0**-23)
+    guesses = [engine._sums.totals["feddyn/params"][0] - count * clip for count in (-4, -2, 0, 2, 4)]
+    errors = torch.stack([(guess - own.values["feddyn"]["params"].double()).abs() for guess in guesses]).amin(0)
+    assert float((errors < 1e-4).float().mean()) > 0.5
