@@ -141,7 +141,7 @@ class RealClient:
             if not isinstance(error.__cause__, ProtocolError | TooFewSamples):
                 return self._failed()
             _LOG.warning("a request was refused: %s", error)
-            return Answer(REFUSED, reason=str(error)).packet()
+            return Answer(REFUSED, reason=str(error.__cause__)).packet()  # without the place in the code
         except OSError as error:
             return self._failed(DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else STEP_FAILED)
         except Exception:  # a user's own stream or part may raise anything, and name samples, files and folders in it

@@ -26,7 +26,7 @@ from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.journal import Journal
 from everfed.federation.packet import Packet, digest
 from everfed.federation.phase_options import PhaseOptions
-from everfed.federation.request import RECIPE, REPLY, Answer, Request, Step
+from everfed.federation.request import RECIPE, REFUSED, REPLY, Answer, Request, Step
 from everfed.method import Mean, Method, Part
 from everfed.methods import registry as methods
 from everfed.privacy.secure_client import MASK, NAME, SHARE, UNMASK, secured
@@ -189,6 +189,20 @@ def test_every_epoch_has_fresh_keys_seeds_and_masks(tmp_path: Path) -> None:
     assert len(keys[0]) == len(keys[1]) == CLIENTS
     assert not any(torch.equal(a, b) for a, b in zip(*keys, strict=True))
     assert all(float((a == b).float().mean()) < 0.05 for a, b in zip(*vectors, strict=True))
+
+
+@pytest.mark.parametrize("changes", [{"run": "b2"}, {"client": 2, "epoch": 2}], ids=["another run", "another client"])
+def test_requests_are_of_no_use_at_another_time_and_refusals_name_no_file(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Every request of a run's protocol, sent again; a refusal named the file of the code that refused."""
+    loop = loop_of(BENCH, tmp_path)
+    opened(loop)
+    for client, packet in list(loop.sent):
+        request = replace(Request.of(packet), **changes)
+        answer = Answer.of(loop.sites[client].answer(Packet(request.header(), packet.pieces)))
+        if request.steps[0].phase != "train":
+            assert answer.kind == REFUSED and ".py" not in answer.reason and "/" not in answer.reason, answer.reason
 
 
 # two sums of different sets ------------------------------------------------------------------------------------------
