@@ -13,7 +13,7 @@ import numpy as np
 
 from everfed.data import published
 from everfed.data.catalogue import FileLayout, Files, KnownSet, data_folder
-from everfed.data.formats import Arrays, split_arrays
+from everfed.data.formats import Arrays, names_the_file, split_arrays
 from everfed.data.images import class_folders, decoded, listed
 from everfed.data.source import Source, make_source
 from everfed.data.sources import load
@@ -139,15 +139,13 @@ def _from_npz(files: Files) -> Domains:
     return _features([x[rows] for rows in members], [y[rows] for rows in members], path)
 
 
+@names_the_file
 def _read_surf(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(features, labels) of one domain in the files that go with geodesic flow kernels; labels run from 1 to 10."""
     from scipy.io import loadmat
 
-    try:
-        content = loadmat(path)
-        return content["fts"].astype(np.float32), content["labels"].reshape(-1).astype(np.int64) - 1
-    except (OSError, ValueError, KeyError) as problem:
-        raise DataError(f"{path}: cannot be read ({problem})") from problem
+    content = loadmat(path)
+    return content["fts"].astype(np.float32), content["labels"].reshape(-1).astype(np.int64) - 1
 
 
 def _features(xs: list[np.ndarray], ys: list[np.ndarray], path: Path) -> Domains:

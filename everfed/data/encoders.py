@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from everfed.data import transforms
 from everfed.data.source import Source, make_source
 from everfed.data.texts import Texts
 from everfed.errors import DataError, optional_package
@@ -121,8 +122,6 @@ class TransformerEncoder:
         return f"{self.name} {file_digest(weights) if weights.is_file() else ''} {how} of {_LENGTH}"
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        import torch
-
         tokenizer, model = self._load()
         pooling, normalised = self._pooling()
         found = []
@@ -213,10 +212,6 @@ class ImageEncoder:
         return f"{self.name} {' '.join(file_digest(path) for path in kept if path.is_file())} first token of images"
 
     def encode(self, texts: np.ndarray) -> np.ndarray:
-        import torch
-
-        from everfed.data import transforms
-
         transformers = _transformers()
         try:
             model = transformers.AutoModel.from_pretrained(self.folder, local_files_only=True, use_safetensors=True)
@@ -349,11 +344,6 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         yield list(texts[first : first + _BATCH])
 
 
-def text_digest(texts: Sequence[str]) -> str:
-    """Of the texts in their order."""
-    return digest("\x00".join(texts).encode())
-
-
 # features, computed once ---------------------------------------------------------------------------------------------
 VARIABLE = "EVERFED_CACHE"
 
@@ -411,7 +401,7 @@ def encoded_images(source: Source, encoder: Encoder) -> Source:
 def _content(items: Sequence[str] | np.ndarray) -> str:
     if isinstance(items, np.ndarray):
         return f"{items.shape} {digest(np.ascontiguousarray(items).tobytes())}"
-    return text_digest(items)
+    return digest("\x00".join(items).encode())
 
 
 def _read(path: Path, count: int) -> np.ndarray | None:

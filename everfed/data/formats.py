@@ -37,14 +37,18 @@ class Arrays(NamedTuple):
     features: tuple[str, ...] = ()  # the names of the columns of x, of a table
 
 
-def _names_the_file(read: Callable[[Path], R]) -> Callable[[Path], R]:
+# what a damaged file raises
+_DAMAGE = (OSError, EOFError, ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+
+
+def names_the_file(read: Callable[[Path], R]) -> Callable[[Path], R]:
     """Turns the errors of a damaged file into a DataError that names it."""
 
     @wraps(read)
     def reader(path: Path) -> R:
         try:
             return read(path)
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as problem:
+        except _DAMAGE as problem:
             if isinstance(problem, DataError):
                 raise
             raise DataError(f"{path}: cannot be read ({problem})") from problem
@@ -52,7 +56,7 @@ def _names_the_file(read: Callable[[Path], R]) -> Callable[[Path], R]:
     return reader
 
 
-@_names_the_file
+@names_the_file
 def read_idx(path: Path) -> np.ndarray:
     """An idx file of unsigned bytes, as MNIST and EMNIST use it, plain or gzipped."""
     with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
@@ -63,13 +67,13 @@ def read_idx(path: Path) -> np.ndarray:
         return _shaped(path, np.frombuffer(file.read(), dtype=np.uint8), tuple(shape))
 
 
-@_names_the_file
+@names_the_file
 def read_cifar10_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(x, y) of a batch of the binary version of CIFAR-10: a label byte and 3x32x32 image bytes per record."""
     return _cifar_records(path, label_bytes=1)
 
 
-@_names_the_file
+@names_the_file
 def read_cifar100_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(x, y) of the binary version of CIFAR-100: coarse label, fine label and 3x32x32 bytes; y is the fine one."""
     return _cifar_records(path, label_bytes=2)
@@ -81,7 +85,7 @@ def _cifar_records(path: Path, label_bytes: int) -> tuple[np.ndarray, np.ndarray
     return rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1]
 
 
-@_names_the_file
+@names_the_file
 def read_svhn_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(x, y) of SVHN's cropped digits, MATLAB format 2; the label 10 stands for the digit 0."""
     from scipy.io import loadmat
@@ -90,14 +94,14 @@ def read_svhn_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(content["X"].transpose(3, 2, 0, 1)), content["y"].reshape(-1) % 10
 
 
-@_names_the_file
+@names_the_file
 def read_usps_text(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(x, y) of zip.train or zip.test: a digit and 256 grey levels in [-1, 1] per line, plain or gzipped."""
     rows = np.loadtxt(path, dtype=np.float32, ndmin=2)
     return _grey_bytes(_shaped(path, rows[:, 1:], (len(rows), 16, 16))), rows[:, 0].astype(np.int64)
 
 
-@_names_the_file
+@names_the_file
 def read_usps_svmlight(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(x, y) of usps or usps.t in svmlight format, plain or compressed; labels run from 1 to 10."""
     from sklearn.datasets import load_svmlight_file
@@ -106,7 +110,7 @@ def read_usps_svmlight(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return _grey_bytes(x.toarray().reshape(-1, 16, 16)), y.astype(np.int64) - 1
 
 
-@_names_the_file
+@names_the_file
 def read_npz(path: Path) -> Arrays:
     """x_train, y_train, x_test, y_test; or x, y with a test part drawn by class. `names` may name the classes."""
     with np.load(path, allow_pickle=False) as file:

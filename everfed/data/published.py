@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from everfed.data.catalogue import FileLayout, KnownSet
-from everfed.data.formats import TEST_FRACTION
+from everfed.data.formats import TEST_FRACTION, names_the_file
 from everfed.data.images import class_folders, listed, read_picture
 from everfed.data.lazy import Samples, cache_folder
 from everfed.data.source import Columns, Source, make_targets
@@ -156,13 +156,11 @@ def _words(names: Any) -> list[str]:
     return [str(name) for name in np.atleast_1d(names)]
 
 
+@names_the_file
 def _mat(path: Path) -> dict[str, Any]:
     from scipy.io import loadmat
 
-    try:
-        return dict(loadmat(path, simplify_cells=True))
-    except (OSError, ValueError, NotImplementedError) as problem:
-        raise DataError(f"{path}: cannot be read ({problem})") from problem
+    return dict(loadmat(path, simplify_cells=True))
 
 
 _ISIC = "ISIC_2019_Training_{}"
