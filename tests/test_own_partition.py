@@ -105,7 +105,8 @@ def test_a_column_names_the_client_and_says_how_many_there_are() -> None:
     assert "there is no column 'sight'; it has site, year, age, dose" in refused
     refused = says("run", "clinic.toml", "--set", "stream.partition={kind='iid'}", "--out", "no", code=2)
     assert (
-        "column 'site' holds text; features are numbers: encode it, leave it out, or name it as the column" in refused
+        "column 'site' holds text such as 'oslo'; features are numbers: encode it, leave it out, or name it as the "
+        "column" in refused
     )
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from everfed.core.stream import digest_of
 from everfed.data import transforms
 from everfed.data.hub import label_column, sample_column
-from everfed.data.source import Source, make_targets, one_sample, storage_form
+from everfed.data.source import Source, make_targets, one_sample, storage_form, trained
 from everfed.errors import DataError
 from everfed.store.files import digest, make_folder
 
@@ -179,7 +179,7 @@ def lazy_source(
         for samples, own in zip(x, found[:2], strict=True):
             samples.name += f" {digest_of(samples.name, own, samples.probe())}"
     given: dict[str, Any] = {"x_train": x[0], "x_test": x[1]}
-    return Source(
+    source = Source(
         name,
         y_train=found.train,
         y_test=found.test,
@@ -189,6 +189,7 @@ def lazy_source(
         targets=found.kind,
         **given,
     )
+    return trained(source)
 
 
 def is_several(given: Any) -> bool:

@@ -19,7 +19,7 @@ from everfed.data.catalogue import FileLayout, KnownSet
 from everfed.data.formats import TEST_FRACTION, names_the_file
 from everfed.data.images import class_folders, listed, read_picture
 from everfed.data.lazy import Samples, cache_folder
-from everfed.data.source import Columns, Source, make_targets
+from everfed.data.source import Columns, Source, make_targets, trained
 from everfed.data.targets import SPLIT_SEED, held_out
 from everfed.errors import DataError
 
@@ -69,7 +69,8 @@ def lazy_images(name: str, listing: Listing, root: Path, size: int, crop: bool) 
         for part, files in (("train", listing.train), ("test", listing.test))
     ]
     names, columns = targets.names, listing.columns
-    return Source(name, x[0], targets.train, x[1], targets.test, targets.classes, names, str(root), columns=columns)
+    y = targets.train, targets.test
+    return trained(Source(name, x[0], y[0], x[1], y[1], targets.classes, names, str(root), columns=columns))
 
 
 def _picture(files: Files, size: int, crop: bool, index: int) -> np.ndarray:

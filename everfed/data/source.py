@@ -109,7 +109,7 @@ def make_source(
     targets = make_targets(name, y_train, y_test, classes, class_names, label_kind)
     x = storage_form(x_train, f"{name}, train part"), storage_form(x_test, f"{name}, test part")
     train, test, classes, names, kind = targets
-    return Source(name, x[0], train, x[1], test, classes, names, origin, encoder, kind, columns or {})
+    return trained(Source(name, x[0], train, x[1], test, classes, names, origin, encoder, kind, columns or {}))
 
 
 class Targets(NamedTuple):
@@ -145,10 +145,7 @@ def make_targets(
         train, test = storage_labels(y_train, name), storage_labels(y_test, name)
     if classes is None:
         classes = train.shape[1] if kind != CLASSES and not class_names else len(class_names or ())
-    named = tuple(map(str, class_names or range(classes)))
-    if kind == CLASSES:
-        _check_trained(name, train, test, named)
-    return Targets(train, test, classes, named, kind)
+    return Targets(train, test, classes, tuple(map(str, class_names or range(classes))), kind)
 
 
 def numbered_labels(
@@ -259,17 +256,21 @@ def _check_classes(name: str, part: str, y: Tensor, classes: int) -> None:
         )
 
 
-def _check_trained(name: str, train: Tensor, test: Tensor, class_names: Sequence[str]) -> None:
-    """Raises DataError for labels of the test part that the train part lacks."""
-    labels, counts = test.unique(return_counts=True)
-    missing = [(int(y), int(n)) for y, n in zip(labels, counts, strict=True) if len(train) and not (train == y).any()]
+def trained(source: Source) -> Source:
+    """The source. Raises DataError for classes of its test part that its train part lacks."""
+    if source.targets != CLASSES:
+        return source
+    labels, counts = source.y_test.unique(return_counts=True)
+    known = set(source.y_train.unique().tolist())
+    missing = [(y, n) for y, n in zip(labels.tolist(), counts.tolist(), strict=True) if y not in known]
     if missing:
-        listed = ", ".join(f"{class_names[y] if 0 <= y < len(class_names) else y!r} ({n})" for y, n in missing[:8])
+        listed = ", ".join(f"{source.class_names[y]!r} ({n})" for y, n in missing[:8])
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise DataError(
-            f"{name}: the test part has classes (samples) that the train part lacks, so that nothing can learn them: "
-            f"{listed}{more}. Add samples to the train part, or remove these from the test part"
+            f"{source.name}: the test part has classes (samples) that the train part lacks, so that nothing can learn "
+            f"them: {listed}{more}. Add samples to the train part, or remove these from the test part"
         )
+    return source
 
 
 def _check_alike(name: str, train: Tensor, test: Tensor) -> None:

@@ -128,7 +128,7 @@ def test_a_column_divides_the_rows_and_another_may_be_the_label(tmp_path: Path) 
     [
         ("age,dose,outcome", ROWS, "which column has the labels.*stream.label; the columns are age, dose, outcome"),
         ("age,label,class", ROWS, "which column has the labels"),
-        ("age,dose,label", [("1", "x", "ill")], "column 'dose' holds text; features are numbers"),
+        ("age,dose,label", [("1", "x", "ill")], "column 'dose' holds text such as 'x'; features are numbers"),
         ("age,dose,label", [("1", "nan", "ill")], "line 2: column 'dose' says 'nan'; fill it in, or remove the row"),
         ("age,dose,label", [("1", "2", "ill"), ("1", "inf", "ill")], "line 3: column 'dose' has no finite number"),
         ("age,dose,label", [("1", "", "ill")], "line 2: column 'dose' is empty; fill it in, or remove the row"),

@@ -58,7 +58,7 @@ def test_labels_of_any_integer_type_and_column_shape():
 def arrays(**change):
     given = {
         "x_train": np.zeros((4, 2), np.float32),
-        "y_train": np.array([0, 1, 2, 0]),
+        "y_train": np.array([0, 1, 2, 4]),
         "x_test": np.zeros((2, 2), np.float32),
         "y_test": np.array([0, 4]),
     }
@@ -89,7 +89,7 @@ def test_parts_that_do_not_fit_are_refused(change, message):
 
 
 def test_labels_beyond_the_classes_are_refused():
-    with pytest.raises(DataError, match="test labels run from 0 to 4, allowed: 0 to 2"):
+    with pytest.raises(DataError, match="train labels run from 0 to 4, allowed: 0 to 2"):
         make_source("own", **arrays(), origin="here", classes=3)
 
 
