@@ -87,6 +87,10 @@ def test_the_citation_agrees_with_the_metadata() -> None:
     assert cited["repository-code"] == PROJECT["urls"]["Homepage"]
 
 
+def test_every_page_of_the_documents_says_its_version() -> None:
+    assert f"\ncopyright: everfed {everfed.__version__}. " in (ROOT / "mkdocs.yml").read_text()
+
+
 # a release -----------------------------------------------------------------------------------------------------------
 def notes(tag: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, ROOT / ".ci" / "notes", tag], capture_output=True, text=True, check=False)
