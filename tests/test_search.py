@@ -220,3 +220,27 @@ def test_a_cell_with_a_stopped_seed_is_never_the_best() -> None:
 def test_a_value_named_twice_is_one_cell() -> None:
     says("sweep", "tiny.toml", "--grid", "train.optimizer.lr=0.1,0.1", "--out", "s", "--jobs", "2")
     assert cells("s") == ["--set train.optimizer.lr=0.1"]
+
+
+def test_a_stopped_run_is_no_failure_in_dashboard_and_report() -> None:
+    from everfed.experiments.stopping import StoppedEarly
+    from everfed.reports import dashboard, tables
+    from everfed.reports.read import read_run
+    from everfed.store.event_log import STOPPED
+
+    assert StoppedEarly.__name__ == STOPPED
+    says(*GRID, "--stop-early", "--out", "s", "--jobs", "1")
+    folder = Path(row_of(HOPELESS)["runs"][0]["folder"])
+    assert tables.state(read_run(folder, "one")) == "stopped early at round 1 of 3"
+    index = dashboard.Index(Path("s"))
+    index.poll()
+    (found,) = (run for run in index.runs.values() if run.folder.name == folder.name)
+    shown = dashboard.summary(found, now=0.0)
+    assert shown["status"] == "stopped" and shown["faults"] == 0
+
+
+def test_nothing_forgotten_is_not_less_than_nothing() -> None:
+    from everfed.metrics.scores import score_of
+    from everfed.reports.formats import with_deviation
+
+    assert with_deviation(-0.001, 0.0) == "0.00 ± 0.00" and score_of("accuracy").text(-1e-9) == "0.00 %"

@@ -35,7 +35,7 @@ class Score:
 
     def text(self, value: float, digits: int = 2) -> str:
         """With its unit: "45.35 %", or "12.34"."""
-        return f"{100 * value:.{digits}f} %" if self.kind == PERCENT else plain_text(value, digits)
+        return f"{100 * value:z.{digits}f} %" if self.kind == PERCENT else plain_text(value, digits)
 
 
 SCORES = {

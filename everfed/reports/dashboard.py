@@ -124,15 +124,16 @@ class Watched:
 
 
 def status(watched: Watched, now: float) -> str:
-    """finished, running, silent (no event for long), failed, diverged, interrupted, waiting (no event yet) or
-    unreadable."""
+    """finished, running, silent (no event for long), failed, diverged, stopped (by its sweep), interrupted, waiting
+    (no event yet) or unreadable."""
     log = watched.tail.log
     if watched.problem:
         return "unreadable"
     if watched.result is not None:
         return "finished"
     if log.failed or log.interrupted:
-        return "diverged" if watched.run.diverged else "failed" if log.failed else "interrupted"
+        ended = "diverged" if watched.run.diverged else "stopped" if watched.run.stopped else ""
+        return ended or ("failed" if log.failed else "interrupted")
     if log.last_time is None:
         return "waiting"
     return "running" if now - log.last_time <= max(QUIET_AFTER, 5 * log.slowest) else "silent"

@@ -14,7 +14,7 @@ from html import escape
 
 def percent(fraction: float, digits: int = 2) -> str:
     """0.4535 -> "45.35"; the sign % belongs in the heading."""
-    return f"{100 * fraction:.{digits}f}"
+    return f"{100 * fraction:z.{digits}f}"
 
 
 def with_deviation(mean: float, deviation: float, plus_minus: str = " ± ", most: int = 2) -> str:
@@ -22,7 +22,7 @@ def with_deviation(mean: float, deviation: float, plus_minus: str = " ± ", most
     decimals = most
     if deviation > 0:
         decimals = min(most, max(0, 1 - int(f"{deviation:.1e}".partition("e")[2])))
-    return f"{mean:.{decimals}f}{plus_minus}{deviation:.{decimals}f}"
+    return f"{mean:z.{decimals}f}{plus_minus}{deviation:.{decimals}f}"
 
 
 def size(count: float) -> str:

@@ -21,6 +21,7 @@ from everfed.reports.read import LoggedRun, StoredResult
 # keys in which the seeds of one experiment may differ
 _NOT_THE_EXPERIMENT = ("seed", "name", "engine", "compare", "stream.seed")
 MOST_KEYS = 3  # that a label spells out
+DASHED = 4  # variants of a method that dashes tell apart
 # sections in the order in which a label names what differs; stream.dataset comes before all
 _SECTIONS = ("stream", "scale", "method", "train", "model", "privacy", "monitor", "federation", "eval")
 
@@ -61,6 +62,8 @@ def grouped(runs: Sequence[LoggedRun], colours: Colours | None = None) -> Groupi
     firsts = [found[0] for found in members]
     chosen = colours or assigned(runs)
     numbers = _distinct([chosen.of(*variant(run)) for run in firsts])
+    if len({run.method for run in firsts}) == 1 and len(firsts) > DASHED:
+        numbers = [number // COLOURS for number in numbers]  # of one method alone, its variants have colours
     groups = [
         SeedGroup(label, number, tuple(found))
         for label, number, found in zip(_labels(firsts), numbers, members, strict=True)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from everfed.metrics.scores import score_of
-from everfed.store.event_log import Log, ScoredRound, read_log
+from everfed.store.event_log import STOPPED, Log, ScoredRound, read_log
 from everfed.store.files import Opener, open_file
 from everfed.store.run import RECIPE, RESULT, RunError, RunFolder
 
@@ -112,6 +112,11 @@ class LoggedRun:
     def diverged(self) -> bool:
         """Did it end because a loss or parameter was no longer finite?"""
         return self.log.failed and self.log.notes[-1].message.startswith(DIVERGED)
+
+    @property
+    def stopped(self) -> bool:
+        """Was it ended because it was behind the other runs of its sweep?"""
+        return self.log.failed and self.log.notes[-1].message.startswith(STOPPED)
 
     @property
     def rounds(self) -> int:

@@ -15,7 +15,7 @@ from everfed.reports.read import LoggedRun, StoredResult
 from everfed.reports.series import lists_of, mean_matrix
 
 NONE = "–"
-DIVERGED = "diverged"
+DIVERGED, STOPPED = "diverged", "stopped early"
 
 
 @dataclass(frozen=True)
@@ -308,8 +308,9 @@ def _column(metric: ShownMetric, score: Score) -> Column:
 
 
 def _comparison_row(group: SeedGroup, found: dict[str, Spread], keys: Sequence[str]) -> tuple[Cell, ...]:
-    diverged = sum(run.diverged for run in group.runs)
-    seeds = f"{len(group.finished)}/{len(group.runs)}" + (f", {diverged} diverged" if diverged else "")
+    diverged, stopped = (sum(getattr(run, how) for run in group.runs) for how in ("diverged", "stopped"))
+    kinds = [f", {count} {how}" for count, how in ((diverged, DIVERGED), (stopped, STOPPED)) if count]
+    seeds = f"{len(group.finished)}/{len(group.runs)}{''.join(kinds)}"
     cells: list[Cell] = [found.get(key) for key in keys]
     if cells and diverged and not group.finished:
         cells[0] = DIVERGED
@@ -441,5 +442,5 @@ def state(run: LoggedRun) -> str:
     if run.result is not None:
         return "finished"
     how = "interrupted" if run.log.interrupted else "failed" if run.log.failed else "unfinished"
-    how = DIVERGED if run.diverged else how
+    how = DIVERGED if run.diverged else STOPPED if run.stopped else how
     return f"{how} at round {run.rounds_done} of {run.rounds or '?'}"

@@ -22,6 +22,7 @@ from everfed.store.run import EVENTS, writing
 
 TRAIN = "train"
 INTERRUPTION = "KeyboardInterrupt"
+STOPPED = "StoppedEarly"  # of a run that a sweep ended, because it was behind the others
 CHUNK = 1 << 20  # bytes read at a time
 LAST_BYTES = 1 << 17  # of a file, in which its last events are looked for
 LONGEST_LINE = 16 << 20  # bytes; a longer line is dropped
@@ -256,7 +257,8 @@ class Log:
     # derived -----------------------------------------------------------------------------------------------------
     @property
     def faults(self) -> list[Happening]:
-        return [note for note in self.notes if note.kind == "fault" and not note.message.startswith(INTERRUPTION)]
+        no_faults = (INTERRUPTION, STOPPED)
+        return [note for note in self.notes if note.kind == "fault" and not note.message.startswith(no_faults)]
 
     @property
     def interrupted(self) -> bool:

@@ -16,7 +16,7 @@
   // text ---------------------------------------------------------------------------------------------------------
   const dash = "–";
   const plain = (value) => value == null ? dash : Number(value.toPrecision(4)).toString();
-  const scored = (run, value) => value == null ? dash : run.percent ? `${(100 * value).toFixed(2)} %` : plain(value);
+  const scored = (run, value) => value == null ? dash : run.percent ? `${(100 * value).toFixed(2).replace(/^-0\.00$/, "0.00")} %` : plain(value);
   const size = (value) => {
     const units = ["B", "kB", "MB", "GB", "TB"];
     let i = 0;
