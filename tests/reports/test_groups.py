@@ -61,7 +61,7 @@ def test_an_option_that_differs_makes_another_experiment_and_is_spelled_out(tmp_
 
 
 def test_many_settings_of_one_method_have_colours_of_their_own(tmp_path: Path) -> None:
-    """A sweep: four dashes of one colour would leave five lines that look alike. Beside another method they keep its."""
+    """A sweep: four dashes of one colour would leave lines that look alike. Beside another method they keep its."""
     for size in range(6):
         finished(tmp_path / str(size), "der", parts={"memory": {"size": 100 + size}})
     assert len({group.colour % COLOURS for group in grouped(read_runs([tmp_path])).groups}) == 6
