@@ -147,6 +147,13 @@ def test_show_explains_a_method() -> None:
     ].startswith("5000 (at least 1): ")
 
 
+def test_show_gives_bibtex() -> None:
+    found = says("show", "fedgp+fedprox")
+    assert "@misc{fedgp,\n    author = {Dai, Shenghong and others}," in found
+    assert "@inproceedings{fedprox,\n    author = {Li, Tian and others},\n" in found
+    assert "title = {{Federated Optimization in Heterogeneous Networks}},\n    booktitle = {MLSys},\n" in found
+
+
 def test_every_method_and_recipe_can_be_shown() -> None:
     from everfed.commands.show import _facts
 
