@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import everfed
 from everfed.cli import app
 from everfed.method import Part
+from everfed.store.event_log import read_log
 
 RECIPE: dict[str, Any] = {
     "name": "digits",
@@ -37,7 +38,7 @@ def of(method: str, **stream: Any) -> dict[str, Any]:
     return {**RECIPE, "method": {"name": method}, "stream": {**RECIPE["stream"], **stream}}
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedgp+der", "ewc", "scaffold"])
+@pytest.mark.parametrize("method", ["fedgp+der", "ewc"])
 def test_a_run_with_tasks_added_is_the_run_that_had_them_from_the_start(tmp_path: Path, method: str) -> None:
     """Also where the last round left out what prepares the next task: what is remembered of it, EWC's Fisher matrix."""
     short, whole = tmp_path / "short", tmp_path / "whole"
@@ -51,7 +52,7 @@ def test_a_run_with_tasks_added_is_the_run_that_had_them_from_the_start(tmp_path
     assert result.data["accuracy_matrix"] == expected.data["accuracy_matrix"] and result.metrics == expected.metrics
     assert result.data["cost"]["bytes_up"] == expected.data["cost"]["bytes_up"]
     assert (short / "recipe.toml").read_text() == (whole / "recipe.toml").read_text()
-    assert len(everfed.report([short], tmp_path / "report.html").read_text()) > 1000
+    assert [line.task for line in read_log(short).evaluations.values()] == [0, 1, 2, 3]
 
 
 def test_killed_between_the_files_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
