@@ -17,7 +17,7 @@ from everfed.methods.registry import canonical, names
 
 Kind = TypeVar("Kind")
 # Strict: 1 is not true and "32" is not 32. A value that TOML cannot hold, or that no run can use, is refused.
-_CONFIG = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+_CONFIG = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 
 class Section(BaseModel):
