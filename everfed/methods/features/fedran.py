@@ -35,13 +35,9 @@ class FedRAN(RanPAC):
     rank: int = option(64, at_least=1, about="r, how many directions a client sends, and the server keeps")
     classifier: str = option("ridge", one_of=("ridge", "cosine"), about="cosine: weights of unit length")
     sums: str = option("float", one_of=("float",), about="summaries are no whole numbers")
+    groups: int = option(0, one_of=(0,), about="a client sends a summary of all its samples")
 
     name = "fedran"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.groups:
-            raise ValueError("groups must be 0: a client sends a summary of all its samples")
 
     def phases(self):
         (statistics, *_) = super().phases()
