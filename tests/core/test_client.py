@@ -11,15 +11,17 @@ import torch
 
 from everfed.core import tree
 from everfed.core.client import OWN, Reply, new_state, run_client
-from everfed.core.context import Hidden, TrainOptions
+from everfed.core.context import Hidden, Place, TrainOptions
+from everfed.core.engine import Replies
 from everfed.core.evaluate import EvalSpec
-from everfed.core.handle import Server
+from everfed.core.handle import Client, Server
 from everfed.core.message import State, Values, unwrap
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
-from everfed.core.phase import END, EVALUATE, Cohort, Phase
+from everfed.core.phase import END, EVALUATE, Cohort, Mean, Phase, Reducer, Sum
 from everfed.methods.aggregate.fedavg import FedAvg
+from everfed.store.clients import ClientStore
 from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Toy
 
@@ -87,6 +89,72 @@ def test_what_a_reply_says() -> None:
     _, reply = called(Bench())
     assert (reply.samples, reply.steps) == (12, 2 * 3)  # 12 samples by 5 are 5, 5 and 2; two epochs
     assert set(reply.values) == {"fedavg"} and set(reply.values["fedavg"]) == {"params", "stats", "counters"}
+
+
+@dataclass(frozen=True)
+class Halving(Part):
+    """Trains on the second half of the data alone, and says of itself what it saw."""
+
+    name: ClassVar[str] = "halving"
+
+    def receive(self, client: Client) -> None:
+        client.data = client.data.take(np.arange(len(client.data) // 2, len(client.data)))
+
+    def reply(self, client: Client) -> Values:
+        return {"own": len(client.own_data), "left": len(client.data)}
+
+    def reducers(self) -> dict[str, Reducer]:
+        return {"own": Sum(), "left": Sum()}
+
+    def phases(self) -> tuple[Phase, ...]:
+        return (Phase("count", reduce={"n": Mean(weighted=True)}, run=lambda client: {"n": len(client.data)}),)
+
+
+@dataclass(frozen=True)
+class Second(Halving):
+    """The same after it; the aggregated model is its own."""
+
+    name: ClassVar[str] = "second"
+
+    def phases(self) -> tuple[Phase, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Zeros(FedAvg):
+    def reply(self, client: Client) -> Values:
+        return {"params": torch.zeros(2)}
+
+
+def test_every_part_sees_the_clients_own_data_and_a_reply_weighs_what_was_trained_on() -> None:
+    bench = Bench(lambda: compose(FedAvg(), Halving(), Second()))
+    _, reply = called(bench)
+    assert reply.values["halving"] == {"own": 12, "left": 3} and reply.values["second"] == {"own": 12, "left": 3}
+    assert reply.samples == 3
+
+
+def test_the_reply_of_a_phase_weighs_all_samples_of_the_client() -> None:
+    bench = Bench(lambda: compose(FedAvg(), Halving()), stream=Toy(clients=2, sizes={(0, 0): 4, (1, 0): 12}))
+    replies = Replies(bench.build_method().reducers(bench.build_method().own_phases[0]))
+    for client, reply in bench.eager(bench.setup(), ClientStore()).exchange(
+        bench.build_method().own_phases[0], (0, 1), {"model": dict(bench.model())}, Place(0, bench.stream.round(0))
+    ):
+        replies.add(client, reply)
+    assert replies.reduction.result()["halving"]["n"] == (4 * 4 + 12 * 12) / 16
+
+
+def test_what_the_aggregating_part_replies_counts_in_place_of_what_it_uploads() -> None:
+    _, reply = called(Bench(lambda: compose(Zeros())))
+    assert reply.values["fedavg"]["params"].tolist() == [0.0, 0.0] and "stats" in reply.values["fedavg"]
+
+
+def test_personal_parameters_survive_a_round_that_was_not_sent() -> None:
+    """A client that is asked again with a new message, before the synchronisation came."""
+    bench = Bench("feddbe", train=TrainOptions(1, 5, STEP, sync_every=2))
+    layout, (state, _) = bench.layout(), called(bench)
+    trained = state[OWN]["model"]["params"][layout.shared :]
+    assert trained.abs().sum() > 0
+    assert torch.equal(state[OWN]["personal"], trained)
 
 
 def test_the_loss_is_the_sum_over_steps() -> None:

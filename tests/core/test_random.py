@@ -59,6 +59,7 @@ def test_a_context_draws_by_round_phase_repeat_client_and_tag() -> None:
     others = [ctx.at(round=3), ctx.at(phase="reference"), ctx.at(repeat=1), ctx.at(client=0), ctx.at(seed=5)]
     draws = [tuple(other.rng("order").random(4)) for other in others] + [tuple(ctx.rng("reservoir").random(4))]
     assert len({*draws, tuple(same)}) == 7
+    assert len({*(other.key("order") for other in (ctx, *others)), ctx.key("reservoir")}) == 7
 
 
 def test_draws_look_uniform() -> None:

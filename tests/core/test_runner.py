@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -415,6 +415,58 @@ def test_a_round_goes_on_without_a_client_that_is_absent() -> None:
     assert lost.state.absent == {"failed": 2}  # in `train` and in `reference`
     assert [event["absent"] for event in lost.events if "absent" in event] == [{"1": "failed: gone"}] * 2
     assert RunState.from_tree(crossed(lost.state.to_tree())).absent == lost.state.absent
+
+
+class Refusing(Eager):
+    """Adopts no model after the first round."""
+
+    adopted = 0
+
+    def refusal(self, model: Model) -> str:
+        self.adopted += 1
+        return "" if self.adopted == 1 else "of no use"
+
+
+def test_of_a_model_that_is_refused_nothing_stays() -> None:
+    """Neither the model nor what the parts made of it: the server's momentum."""
+    bench = Bench("fedavgm", stream=Toy(tasks=1, rounds_per_task=3))
+    first = bench.run(rounds=1)
+    refused = bench.run(lambda setup, store: Refusing(setup, store, bench.build_module))
+    assert tree.equal(refused.state.server, first.state.server)
+    warned = [event["message"] for event in refused.events if event["event"] == "warning"]
+    assert len(warned) == 2 and all("of no use" in message for message in warned)
+
+
+def test_the_same_model_again_is_no_new_version() -> None:
+    """A phase that assigns the model as it is: no client receives it twice."""
+
+    def same(server: Server) -> None:
+        server.model = dict(server.model)
+
+    @dataclass(frozen=True)
+    class Same(Part):
+        name: ClassVar[str] = "same"
+
+        def phases(self) -> tuple[Phase, ...]:
+            return (Phase("same", Cohort.SERVER, update=same), Phase("look", run=lambda client: None))
+
+    plain, again = Bench().run(), Bench(lambda: compose(FedAvg(), Same())).run()
+    model = 4 * P * 3  # of all clients; `look` brings the last one a round earlier than the next training would
+    assert again.state.version == plain.state.version == 4
+    assert again.state.traffic.down.total() == plain.state.traffic.down.total() + model
+
+
+def test_everything_of_a_runs_state_is_saved() -> None:
+    state = Bench("fedgp+der", evaluation=EvalOptions(every=1, zero_shot=True)).run().state
+    state.absent["failed"], state.watched["m"], state.pieces["p"] = 2, {"seen": [1]}, 3
+    state.position, state.repeat = 1, 2
+    plain = RunState(server={})
+    assert all(getattr(state, entry.name) != getattr(plain, entry.name) for entry in fields(RunState))
+    again = RunState.from_tree(crossed(state.to_tree()))
+    for entry in fields(RunState):
+        if entry.name != "server":
+            assert getattr(again, entry.name) == getattr(state, entry.name), entry.name
+    assert tree.equal(again.server, state.server)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedcurv", "fedgp+der", "fedgp+agem", "fedgp+er"])

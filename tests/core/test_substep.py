@@ -14,6 +14,7 @@ from everfed.core.handle import Server
 from everfed.core.layout import AddsParameters, Layout
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
+from everfed.core.option import ParameterGroup
 from everfed.core.part import Part
 from everfed.core.step import Step, Substep, Substeps
 from everfed.methods.aggregate.fedavg import FedAvg
@@ -74,6 +75,12 @@ def test_a_substep_has_its_own_optimiser_and_rate() -> None:
     assert chased(Follower(optimizer=Optimizer(lr=0.1)), Optimizer(lr=0.5)) == pytest.approx([0.5, 0.05])
     # Adam's first step is its rate
     assert chased(Follower(optimizer=Optimizer("adam", lr=0.1)), Optimizer(lr=0.5)) == pytest.approx([0.5, 0.1])
+
+
+def test_a_substep_by_the_runs_optimiser_has_its_groups() -> None:
+    # u's rate is 0.25 in place of 0.5: v 0 -> 0.5, then u 0 -> 0.25 * 0.5
+    groups = (ParameterGroup(("*/u",), lr=0.25),)
+    assert chased(Follower(), Optimizer(lr=0.5, groups=groups)) == [0.5, 0.125]
 
 
 def test_what_a_substep_moves_alone_the_training_step_leaves_bit_for_bit() -> None:

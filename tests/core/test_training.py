@@ -198,3 +198,16 @@ def test_a_rate_of_its_own_holds_in_every_step() -> None:
 def test_targets_of_minus_100_count_for_nothing() -> None:
     outputs = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
     assert torch.equal(cross_entropy(outputs, torch.tensor([0, -100])), cross_entropy(outputs[:1], torch.tensor([0])))
+
+
+def test_dropout_in_a_gradient_depends_on_its_tag_alone() -> None:
+    bench = Bench(module=Norm)
+    ctx, data = bench.context(), bench.stream.data(0, 0)
+    a, b, again = (ctx.train.gradient(ctx, bench.model(), data.x, data.y, tag=tag) for tag in ("a", "b", "a"))
+    assert torch.equal(a, again) and not torch.equal(a, b)
+
+
+def test_outputs_of_no_samples_have_the_shape_of_outputs() -> None:
+    bench = Bench()
+    outputs = bench.trainer().outputs(bench.model(), bench.stream.data(0, 0).x[:0])
+    assert outputs.shape == (0, 4) and outputs.dtype == torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def test_chance_is_that_of_a_task_s_own_classes() -> None:
     warning = at_chance(ClassToy(), learned(0.52))
     assert warning is not None
     assert "52.0 % among the classes of a task right after it was trained, where guessing gives 50.0 %" in warning
+
+
+def test_chance_is_the_mean_over_tasks() -> None:
+    """Two classes, then four: 37.5 %."""
+
+    class Growing(ClassToy):
+        def labels(self, task: int) -> tuple[int, ...]:
+            return tuple(range(2 + 2 * task))
+
+    assert "guessing gives 37.5 %" in (at_chance(Growing(), learned(0.4)) or "")
+    assert at_chance(Growing(), learned(0.45)) is None
 
 
 def test_a_model_that_keeps_all_classes_apart_has_learned() -> None:
@@ -144,6 +156,17 @@ def test_a_run_goes_on_with_another_monitor_and_engine_but_not_with_another_rate
 
     first = of()
     assert of("monitor.kind=page-hinkley", "engine.kind=eager") == first != of("train.optimizer.lr=0.123")
+    run = assemble(read("demo", sets=["method.name=fedavg"]))
+    assert fingerprint(replace(run, frozen="0123")) != first  # nor with other frozen weights
+
+
+def test_an_option_of_the_aggregating_part_counts_before_that_of_the_method() -> None:
+    def weighting(*sets: str) -> str:
+        part: Any = assemble(read("demo", sets=["method.name=fedavg", *sets])).method.aggregator
+        return str(part.weighting)
+
+    assert weighting("method.weighting=samples") == "samples"
+    assert weighting("method.weighting=samples", "method.fedavg.weighting=uniform") == "uniform"
 
 
 @pytest.mark.parametrize(("sent", "refused"), [({"evaluate": 32}, True), ({"evaluate": 32, "fedavg": 8}, False)])

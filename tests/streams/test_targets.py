@@ -29,6 +29,7 @@ from everfed.reports.groups import grouped
 from everfed.reports.read import read_runs
 from everfed.reports.series import forgetting_by_task
 from everfed.store.clients import ClientStore
+from everfed.streams.objectives import objective_of
 from everfed.streams.options import OptionError
 from tests.federation.loop import federated, loop_of
 from tests.parity.test_resume import assert_resumes
@@ -367,6 +368,15 @@ def test_a_regression_that_learns_and_forgets(tmp_path: Path) -> None:
     loaded = everfed.load(tmp_path / "a")
     predicted, y = loaded.predict(stream("numbers", rounds_per_task=12).test(1).x), TARGETS["numbers"][60:]
     assert predicted.shape == (30, 2) and np.square(predicted - y).mean() == pytest.approx(second[1], rel=1e-5)
+
+
+def test_macro_f1_counts_labels_that_never_occur_as_0() -> None:
+    """Three labels: one always right, one right once and missed once, one that neither occurs nor is predicted."""
+    objective, y = objective_of("multi-label", 3), torch.tensor([[1, 1, 0], [1, 1, 0]])
+    sums = objective.sums(torch.tensor([[2.0, 1.0, -1.0], [2.0, -1.0, -1.0]]), y)
+    assert sums.tolist() == [2, 2, 1, 0, 0, 0, 0, 0, 1, 0]
+    assert objective.value("f1", sums.tolist()) == pytest.approx((1 + 2 / 3 + 0) / 3)
+    assert objective.value("f1_micro", sums.tolist()) == pytest.approx(6 / 7)
 
 
 def test_several_labels_are_learned(tmp_path: Path) -> None:
