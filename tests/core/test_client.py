@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -98,10 +98,11 @@ class Halving(Part):
     name: ClassVar[str] = "halving"
 
     def receive(self, client: Client) -> None:
+        client.state["first"] = len(client.own_data)
         client.data = client.data.take(np.arange(len(client.data) // 2, len(client.data)))
 
     def reply(self, client: Client) -> Values:
-        return {"own": len(client.own_data), "left": len(client.data)}
+        return {"own": min(client.state["first"], len(client.own_data)), "left": len(client.data)}
 
     def reducers(self) -> dict[str, Reducer]:
         return {"own": Sum(), "left": Sum()}
@@ -290,6 +291,13 @@ def test_the_servers_own_phases_have_a_trainer_and_know_the_task() -> None:
         else:
             with pytest.raises(Hidden, match="which task"):
                 bench.run()
+
+
+def test_on_the_server_the_task_is_the_servers() -> None:
+    """Clients with clocks of their own may be further, or not as far."""
+    bench = Bench()
+    plan = replace(bench.stream.round(0), server_task=1)
+    assert (plan.task, bench.setup().server("train", Place(0, plan)).current_task) == (0, 1)
 
 
 def test_the_learning_rate_follows_the_rounds_of_a_task() -> None:

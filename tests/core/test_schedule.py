@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.core.data import Table, minibatches
+from everfed.core.data import Data, Table, minibatches
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -73,3 +74,11 @@ def test_a_table_of_rows_with_columns() -> None:
     table = Table.of([np.ones((2, 3), dtype=np.int64), np.full((1, 3), 7)])
     assert table.values.shape == (2, 2, 3)
     assert table.row(1).tolist() == [[7, 7, 7]]
+
+
+def test_a_union_lies_on_the_device_of_the_last() -> None:
+    here = Data(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), np.arange(2))
+    there = Data(here.x.to("meta"), here.y.to("meta"), here.ids + 2)
+    assert Data.union([here, there]).x.device.type == "meta"
+    assert Data.union([here, here]).x.device.type == "cpu"
+    assert Data.union([here, there]).ids.tolist() == [0, 1, 2, 3]

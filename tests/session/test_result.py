@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from everfed.session import assemble
 from everfed.session.assembly import fingerprint
 from everfed.session.execution import _require_data
 from everfed.session.reporting import report_fault
-from everfed.session.result import _curves, _scores, at_chance
+from everfed.session.result import _curves, _scores, _without_metrics, at_chance
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Toy
 
@@ -99,6 +100,16 @@ def test_the_last_row_is_the_end_of_the_run_where_its_last_task_has_no_test() ->
         2: [[10, 5], [10, 4], None],
     }
     assert _scores(Toy(), "accuracy", "full", state(rows), [10, 10, 0], None)["metrics"]["acc"] == pytest.approx(0.45)
+
+
+def test_scores_are_of_counts_without_the_sums_of_metrics() -> None:
+    """At the end of every task, and of the untrained model."""
+    setup = assemble(read("demo", sets=["eval.metrics=['per-class']"])).setup
+    row = [10.0, 5.0, 6.0, 7.0]
+    with_sums = state({0: [[*row, *[1.0] * setup.metrics.size], None]})
+    with_sums.initial = [[*row, *[2.0] * setup.metrics.size]]
+    plain = _without_metrics(SimpleNamespace(setup=setup), with_sums)  # type: ignore[arg-type]
+    assert plain.rows == {0: [row, None]} and plain.initial == [row]
 
 
 def test_rounds_are_counted_only_where_every_round_was_scored() -> None:

@@ -149,3 +149,12 @@ def test_a_folder_that_a_group_may_read_is_closed_to_it(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
     make_private(tmp_path)
     assert tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+def test_of_a_run_that_fails_before_its_first_phase_nothing_stays(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), RunFolder.new(tmp_path / "runs" / "first", "recipe", {}) as folder:
+        for made in (folder.clients, folder.checkpoint, folder.path / "tensorboard"):
+            made.mkdir()
+            (made / "file").touch()
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
