@@ -142,6 +142,19 @@ def test_a_singular_gram_matrix_is_solved_too() -> None:
     assert torch.allclose(h @ found, torch.ones(1, 1, dtype=torch.float64))
 
 
+def test_the_first_penalty_is_one_where_all_samples_are_fitted() -> None:
+    gram = triangle(torch.stack([torch.eye(2), torch.zeros(2, 2)]))
+    total = {"gram": gram, "products": torch.ones(2, 2, 2), "counts": torch.tensor([[3.0, 3.0], [0.0, 0.0]])}
+    assert Ridge(sums="float").solve(total)[1] == 1.0
+
+
+def test_what_was_clipped_is_counted_over_all_rounds() -> None:
+    """Features of 1e9 are beyond what whole numbers of 2^-10 may be: two of every sample, in both tasks."""
+    x, y = torch.full((4, 2), 1e9), torch.tensor([0, 1, 0, 1])
+    stream = {(client, task): (x, y) for client in range(1) for task in range(2)}
+    assert bench(stream, PENALTY).run().state.server["ridge"]["clipped"] == 2 * 4 * 2
+
+
 def test_features_are_rounded_and_clipped() -> None:
     found, over = rounded(torch.tensor([0.25, 0.2501, -15.9999, 17.0, -400.0]), 10)
     assert (found.tolist(), int(over)) == ([256.0, 256.0, -16384.0, 16384.0, -16384.0], 2)
