@@ -99,6 +99,14 @@ def test_a_loss_without_a_parameter_has_zeros_for_it() -> None:
     assert [[g.item() for g in gradients] for gradients in passes] == [[6.0, 2.0], [0.0, 0.0]]
 
 
+def test_two_conflicts_are_both_removed() -> None:
+    """The gradient (1, 1) against (-1, 0) is (0, 1), and that against (0, -1) nothing."""
+    gradient = Gradient(linear(), [(torch.ones(1, 1), torch.ones(1))])
+    once = gradient.without_conflict(torch.tensor([-1.0, 0.0]))
+    assert once.lazy and once.vector.tolist() == [0.0, 1.0]
+    assert once.without_conflict(torch.tensor([0.0, -1.0])).vector.tolist() == [0.0, 0.0]
+
+
 @dataclass(frozen=True)
 class KeepsOutputs(Part):
     """A forward pass of its own, whose last outputs it keeps for a loss."""

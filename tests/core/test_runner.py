@@ -523,6 +523,18 @@ def test_divergence_stops_the_run_before_aggregation() -> None:
     assert (saved[-1].round, saved[-1].position) == (2, 0)
 
 
+def test_a_report_of_the_servers_own_phase_must_be_finite() -> None:
+    @dataclass(frozen=True)
+    class Dreams(Part):
+        name: ClassVar[str] = "dreams"
+
+        def phases(self) -> tuple[Phase, ...]:
+            return (Phase("dream", Cohort.SERVER, update=lambda server: server.report("loss", math.nan)),)
+
+    with pytest.raises(Diverged, match="loss is not finite in the server's phase 'dream' of round 1, repeat 0"):
+        Bench(lambda: compose(FedAvg(), Dreams())).run()
+
+
 @dataclass(frozen=True)
 class Broken(Part):
     name: ClassVar[str] = "broken"

@@ -134,6 +134,15 @@ def test_the_classes_that_compete_in_a_task(logits: str, allowed: list[tuple[int
     assert [bench.context(round_index=task).allowed_labels for task in range(2)] == allowed
 
 
+def test_classes_compete_that_the_client_itself_has_in_a_task() -> None:
+    class Own(Toy):
+        def labels_of(self, client: int, task: int) -> tuple[int, ...]:
+            return (client, 3)
+
+    bench = Bench(stream=Own(), train=TrainOptions(logits="task"))
+    assert [bench.context(client).allowed_labels for client in range(3)] == [(0, 3), (1, 3), (2, 3)]
+
+
 @dataclass(frozen=True)
 class Brings(Part):
     """Brings two samples into every step."""

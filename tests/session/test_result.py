@@ -18,7 +18,7 @@ from everfed.session import assemble
 from everfed.session.assembly import fingerprint
 from everfed.session.execution import _require_data
 from everfed.session.reporting import report_fault
-from everfed.session.result import _curves, _scores, _without_metrics, at_chance
+from everfed.session.result import _curves, _measured, _scores, _without_metrics, at_chance
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Toy
 
@@ -110,6 +110,22 @@ def test_scores_are_of_counts_without_the_sums_of_metrics() -> None:
     with_sums.initial = [[*row, *[2.0] * setup.metrics.size]]
     plain = _without_metrics(SimpleNamespace(setup=setup), with_sums)  # type: ignore[arg-type]
     assert plain.rows == {0: [row, None]} and plain.initial == [row]
+
+
+def test_a_metric_of_the_whole_is_that_of_all_tasks_sums() -> None:
+    class Known:
+        metrics = (SimpleNamespace(name="m", percent=True, better="high"),)
+
+        def values(self, row: list[float]) -> dict[str, float]:
+            return {"m": row[1] / row[0]}
+
+        def means(self, rows: list[list[float]]) -> dict[str, float]:
+            return {"m": sum(row[1] / row[0] for row in rows) / len(rows)}
+
+    run: Any = SimpleNamespace(setup=SimpleNamespace(metrics=Known()))
+    found = _measured(run, state({0: [[10.0, 9.0], None], 1: [[10.0, 5.0], [30.0, 3.0]]}))["m"]
+    assert found["by_task"] == found["matrix"][1] == [0.5, 0.1] and found["matrix"][0] == [0.9, None]
+    assert (found["whole"], found["mean"]) == (8 / 40, 0.3)
 
 
 def test_rounds_are_counted_only_where_every_round_was_scored() -> None:
