@@ -204,12 +204,13 @@ def _built(file: Path, kind: str | nn.Module, description: Description, numbers:
     that no memory holds. Raises ModelFileError."""
     shape, options, rebuilding = description.input_shape, dict(description.options), description.rebuilding
     try:
-        if isinstance(kind, str):
-            with suppress(NotImplementedError, RuntimeError), torch.device("meta"):
+        described = 0
+        with suppress(Exception), torch.device("meta"):  # what cannot be built without memory is built with it below
+            if isinstance(kind, str):
                 blank = models.build(kind, shape, description.classes, 0, options, rebuilding=rebuilding)
                 described = sum(parameter.numel() for parameter in blank.parameters())
-                if described > 2 * numbers + (1 << 20):
-                    raise ModelFileError(f"{file} describes {described:,} parameters and holds {numbers:,}")
+        if described > 2 * numbers + (1 << 20):
+            raise ModelFileError(f"{file} describes {described:,} parameters and holds {numbers:,}")
         return adapt(models.build(kind, shape, description.classes, 0, options, rebuilding=rebuilding), description)
     except UserError:
         raise

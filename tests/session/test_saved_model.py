@@ -36,6 +36,7 @@ class Net(nn.Sequential):
         super().__init__(
             nn.Conv2d(input_shape[0], width, 3), nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(width * 36, classes)
         )
+        self[0].weight.detach().numpy()  # as of a network that computes with its first weights
 
 
 def write_data(folder: Path) -> Path:
