@@ -27,7 +27,13 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_section_has_an_example() -> None:
-    assert [name for name, _ in FILES] == ["flower_app.py", "pycil.toml", "fed_mammoth.toml"] and len(RUNS) == 2
+    assert [name for name, _ in FILES] == [
+        "flower_app.py",
+        "pycil.toml",
+        "fed_mammoth.toml",
+        "oiafed.toml",
+        "pfllib.toml",
+    ] and len(RUNS) == 2
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
@@ -43,7 +49,15 @@ def test_the_avalanche_example_learns(work: Path) -> None:
     assert found["stream"].labels(0) == (0, 5) and found["result"].metrics["learning_accuracy"] > 0.8
 
 
-@pytest.mark.parametrize(("name", "first"), [("pycil.toml", (2, 4, 6, 8)), ("fed_mammoth.toml", (0, 1))])
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("pycil.toml", (2, 4, 6, 8)),
+        ("fed_mammoth.toml", (0, 1)),
+        ("oiafed.toml", (0, 1)),
+        ("pfllib.toml", tuple(range(10))),
+    ],
+)
 def test_the_recipes_run(work: Path, name: str, first: tuple[int, ...]) -> None:
     result = everfed.run(name, work / "run", scale=0.1)
     assert tuple(result.data["stream"]["labels"][0]) == first

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import everfed
 from everfed import streams
 from everfed.cli import app
+from everfed.core.metric import METRICS, NewcomerGap
 
 ROOT = Path(__file__).resolve().parent.parent
 BRIER = re.search(r"example: brier.py -->\n```python\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), re.S)
@@ -214,6 +215,25 @@ def test_the_accuracy_of_every_client(work: Path) -> None:
         right = [(model(test.x).argmax(1) == test.y).sum().item() for test in tests]
         found.append(sum(right) / sum(map(len, tests)))
     assert result.data["measured"]["per-client"]["whole"] == pytest.approx(found)
+
+
+def test_numbers_made_of_the_clients_accuracies(work: Path) -> None:
+    """Of 0.2, 0.4, 0.9 and a client without tests: by hand, and in metrics, report and dashboard of a run."""
+    sums = [2.0, 0.0, 4.0, 9.0, 10.0, 0.0, 10.0, 10.0]
+    values = {name: METRICS[name]().value(sums) for name in ("worst-client", "client-p10", "client-spread")}
+    assert values == pytest.approx({"worst-client": 0.2, "client-p10": 0.24, "client-spread": (0.78 / 9) ** 0.5})
+    assert NewcomerGap(clients=(3,)).value(sums) == pytest.approx(0.9 - 0.3)
+    assert NewcomerGap(clients=(1,)).value(sums) is None
+    metrics = ["worst-client", "client-p10", "client-spread", {"metric": "newcomer-gap", "clients": [2]}]
+    stream = streams.from_function(own_periods, classes=3, clients=3, tasks=2, rounds_per_task=1)
+    recipe = {"eval": {"metrics": [*metrics, "per-client"]}, "model": {"kind": "mlp"}, "method": {"name": "fedavg"}}
+    result = everfed.run({**recipe, "engine": {"kind": "eager"}}, "run", stream=stream)
+    by_task = result.data["measured"]["per-client"]["by_task"]
+    assert result.metrics["worst-client"] == pytest.approx(sum(min(found) for found in by_task) / 2)
+    gaps = [found[2] - (found[0] + found[1]) / 2 for found in by_task]
+    assert result.metrics["newcomer-gap"] == pytest.approx(sum(gaps) / 2)
+    page = everfed.report(["run"], "page.html", figures=False).read_text()
+    assert "worst-client" in page and "newcomer-gap" in page
 
 
 def test_the_accuracy_of_every_site_of_a_table(work: Path) -> None:

@@ -111,7 +111,62 @@ class ByClient(Metric):
     value = ByClass.value
 
 
-METRICS: dict[str, type[Metric]] = {kind.name: kind for kind in (ByClass, ByClient, Confusion)}
+class OfClients(ByClient):
+    """Base of numbers that are made of all clients' accuracies."""
+
+    def value(self, sums: list[float]) -> float | None:  # type: ignore[override]
+        found = [accuracy for accuracy in ByClass.value(self, sums) if accuracy is not None]  # type: ignore[arg-type]
+        return self.of(np.array(found)) if found else None
+
+    def of(self, accuracies: np.ndarray) -> float:
+        raise NotImplementedError
+
+
+class WorstClient(OfClients):
+    """The lowest accuracy of a client."""
+
+    name = "worst-client"
+
+    def of(self, accuracies: np.ndarray) -> float:
+        return float(accuracies.min())
+
+
+class TenthPercentile(OfClients):
+    """The accuracy below which a tenth of the clients are."""
+
+    name = "client-p10"
+
+    def of(self, accuracies: np.ndarray) -> float:
+        return float(np.quantile(accuracies, 0.1))
+
+
+class ClientSpread(OfClients):
+    """The standard deviation of accuracies over clients."""
+
+    name = "client-spread"
+    better = -1
+
+    def of(self, accuracies: np.ndarray) -> float:
+        return float(accuracies.std())
+
+
+@dataclass(frozen=True)
+class NewcomerGap(ByClient):
+    """The mean accuracy of some clients, those that joined late, minus that of the others."""
+
+    clients: tuple[int, ...] = ()
+
+    name = "newcomer-gap"
+
+    def value(self, sums: list[float]) -> float | None:  # type: ignore[override]
+        found = {client: one for client, one in enumerate(ByClass.value(self, sums)) if one is not None}  # type: ignore[arg-type]
+        new = [one for client, one in found.items() if client in self.clients]
+        old = [one for client, one in found.items() if client not in self.clients]
+        return sum(new) / len(new) - sum(old) / len(old) if new and old else None
+
+
+_KINDS = (ByClass, ByClient, Confusion, WorstClient, TenthPercentile, ClientSpread, NewcomerGap)
+METRICS: dict[str, type[Metric]] = {kind.name: kind for kind in _KINDS}
 
 
 class Metrics:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from everfed.errors import RecipeError
 from everfed.federation.phase_options import PhaseOptions
 from everfed.recipe import Recipe, read, scaled, to_toml
 from everfed.store.files import make_private, write_atomic
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from everfed.core.context import PlaceKey
     from everfed.core.engine import Engine
     from everfed.core.events import Observer
+    from everfed.core.stream import Stream
     from everfed.federation.transport import Connection, Node
     from everfed.session import Run
 
@@ -53,6 +55,7 @@ def serve(serving: Serving, open_grid: Callable[[], Connection], observers: Sequ
 
         recipe = scaled(_with_memory_format(serving.recipe, folder), serving.scale)
         run = assemble(recipe, serving.data_dir, serving.scale)
+        refuse_arrivals(run.stream)
 
         def build(run: Run, notify: Observer, durable: Callable[[], PlaceKey]) -> Engine:
             return _engine(serving, folder, run, open_grid, notify, durable)
@@ -60,6 +63,15 @@ def serve(serving: Serving, open_grid: Callable[[], Connection], observers: Sequ
         # a sum that was opened can only be opened again with the same clients, so none is left to be repeated
         every = 0.0 if recipe.privacy.secure_aggregation else serving.checkpoint_every
         return execute(run, folder, observers, every, build)
+
+
+def refuse_arrivals(stream: Stream) -> None:
+    """Raises RecipeError for a stream on which replies arrive in later rounds: real clients are collected by phase."""
+    if stream.stale:
+        raise RecipeError(
+            "stream.arrivals is a simulation's: the server of real clients collects a phase's replies before it goes "
+            "on. Leave it out, and let federation.deadline end a phase without the slowest"
+        )
 
 
 def _run_folder(serving: Serving) -> AbstractContextManager[RunFolder]:

@@ -80,6 +80,19 @@ def test_single_samples_of_an_earlier_task_under_secure_aggregation(tmp_path: Pa
     assert tree.equal(model(plain.folder), model(ran.folder))
 
 
+def test_a_run_that_goes_on_with_further_tasks_never_saw_them(tmp_path: Path) -> None:
+    """Samples of the first task are withdrawn after the second, then a third task comes."""
+    stream = {**STREAM, "scenario": "domain-incremental", "transform": "rotate"}
+    ran = everfed.run(recipe(stream=stream), tmp_path / "run", progress=False)
+    ids = streams.build(stream, 0, 1).data(2, 0).ids[:5].tolist()
+    everfed.forget(ran.folder, clients=[2], samples=ids)
+    everfed.resume(ran.folder, tasks=3, progress=False)
+    longer = {**stream, "tasks": 3, "withdrawn": {"clients": [2], "samples": ids}}
+    other = everfed.run(recipe(stream=longer), tmp_path / "other", progress=False)
+    assert tree.equal(model(ran.folder), model(other.folder))
+    assert tree.equal(sums(ran.folder, "ridge"), sums(other.folder, "ridge"))
+
+
 def test_what_was_withdrawn_is_recorded_and_twice_is_once(tmp_path: Path) -> None:
     ran = everfed.run(recipe(eval={"snapshots": True}), tmp_path / "run", progress=False)
     assert (ran.folder / "model-task1.safetensors").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from everfed.core.phase import Phase
 from everfed.core.server import Runner, RunState
 from everfed.engines.eager import Eager
 from everfed.errors import CompositionError, SettingError, UserError
+from everfed.method import Client, Collect, Part, Server, compose
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.asynchronous import FedAsync, FedBuff
+from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.store.clients import ClientStore
 from everfed.streams.arrivals import make
-from tests.support.toy import Bench
+from tests.support.toy import Bench, comparable
+from tests.support.wire import run_over_wire
 
 STREAM = {"dataset": "digits", "scenario": "class-incremental", "tasks": 2, "clients": 6, "max_train": 120,
           "max_test": 60, "arrivals": {"buffer": 2, "concurrency": 4, "latency": 10.0, "spread": 1.0}}  # fmt: skip
@@ -140,6 +144,42 @@ def test_a_run_resumes_to_the_same_bits_with_replies_on_their_way() -> None:
     assert tree.equal(whole.model, stopped.model)
 
 
+@dataclass(frozen=True)
+class Sees(Part):
+    """Clients reply which round's message they were sent, and in which round they draw."""
+
+    seen: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict, compare=False)
+    name = "sees"
+
+    def broadcast(self, server: Server) -> Any:
+        return {"round": server.round}
+
+    def reply(self, client: Client) -> Any:
+        return {"sent": client.message["round"], "own": client.round}
+
+    def reducers(self) -> Any:
+        return {"sent": Collect(), "own": Collect()}
+
+    def update(self, server: Server) -> None:
+        sent, own = server.reduced["sent"], server.reduced["own"]
+        self.seen[server.round] = {client: (sent[client], own[client]) for client in sent}
+
+
+def test_a_client_trains_with_what_it_was_sent_when_it_began() -> None:
+    stream, part = streams.build(STREAM, 0, 4), Sees()
+    bench = Bench(lambda: compose(FedAvg(), part, FedBuff()), stream=stream)  # type: ignore[arg-type]
+    bench.run()
+    for index in range(stream.rounds):
+        began = stream.round(index).began
+        assert part.seen[index] == {client: (since, since) for client, since in began.items()}
+
+
+def test_over_bytes_it_is_the_same() -> None:
+    bench = Bench("fedgp+der+fedbuff+compress", {"memory": {"size": 8}}, stream=streams.build(STREAM, 0, 4))  # type: ignore[arg-type]
+    eager, wire = bench.run(), run_over_wire(bench)
+    assert tree.equal(comparable(eager.state), comparable(wire.state))
+
+
 def test_what_does_not_belong_together_is_refused() -> None:
     stream = streams.build(STREAM, 0, 4)
     with pytest.raises(CompositionError, match=r"stream.arrivals.*\+fedbuff"):
@@ -166,3 +206,11 @@ def test_what_does_not_belong_together_is_refused() -> None:
 def test_options_are_checked(arrivals: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         streams.build({**STREAM, "arrivals": arrivals}, 0, 4)
+
+
+def test_real_clients_are_not_asked_for_it() -> None:
+    from everfed.federation.serving import refuse_arrivals
+
+    refuse_arrivals(streams.build({**STREAM, "arrivals": None}, 0, 4))
+    with pytest.raises(UserError, match=r"stream.arrivals is a simulation's.*federation.deadline"):
+        refuse_arrivals(streams.build(STREAM, 0, 4))
