@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from everfed.federation import certificates
+from everfed.federation.supervisor import environment
 from tests.federation.secured import Signing, ask, flower, listens, needs_nginx, process, proxied, wait
 from tests.support.ports import free_port
 
@@ -32,11 +32,6 @@ class Site:
     inside: int
     outside: int
     log: Path
-
-
-def environment(home: Path) -> dict[str, str]:
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, **quiet, "FLWR_HOME": str(home)}
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def serve(host: str, port: int, database: Path, security: tuple[Path, Path, Path
         plain = {name: value for name, value in kept.items() if name not in TLS}
         limits = Limits()
         gate = uvicorn.Config(Gate(app, limits, clients), **kept)
-        plain |= {"lifespan": "off", "access_log": False}
+        plain |= {"lifespan": "off"}
         own = uvicorn.Config(Door(Patient(app, POLL), door.secret, limits), **plain)
 
         async def both() -> None:
