@@ -110,7 +110,7 @@ def test_a_client_refuses_a_run_with_another_app_and_its_tasks_are_its_own(
     stolen = {**app.files(), "everfed_app/client.py": STOLEN.format(path=str(tmp_path / "stolen")).encode()}
     with field(tmp_path, 1) as one:
         log = one.sites[0].folder / "supernode.log"
-        until(lambda: "SuperNode ID" in log.read_text())
+        until(lambda: log.exists() and "SuperNode ID" in log.read_text())
         monkeypatch.setattr(app, "files", lambda: stolen)
         events: list[dict[str, Any]] = []
         transport = GridTransport(
