@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import everfed
-from everfed.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -206,41 +204,7 @@ def test_a_run_on_several_machines(slurm: dict[str, str]) -> None:
     )
 
 
-def test_a_job_array_runs_every_cell_of_a_table_once(slurm: dict[str, str]) -> None:
-    words = ("demo", "runs/table", "fedavg,fedgp+der", "0,1,2", "--scale", "0.1")
-    found = [submitted("table.sbatch", {**slurm, "SLURM_ARRAY_TASK_ID": str(i)}, *words).stdout for i in range(6)]
-    assert found == [
-        f"everfed run demo --method {method} --seed {seed} --out runs/table/{method}-{seed} --resume-or-run --scale 0.1"
-        for method in ("fedavg", "fedgp+der")
-        for seed in (0, 1, 2)
-    ]
-    beyond = submitted("table.sbatch", {**slurm, "SLURM_ARRAY_TASK_ID": "6"}, *words)
-    assert beyond.returncode == 2 and "cells 0 to 5" in beyond.stderr
-    alone = submitted("table.sbatch", slurm, *words)
-    assert alone.returncode != 0 and "sbatch --array=0-5" in alone.stderr
-
-
-@pytest.mark.parametrize("script", ["ranks.sbatch", "table.sbatch"])
-def test_jobs_can_be_put_back_into_the_queue(script: str) -> None:
-    text = (CLUSTER / script).read_text()
+def test_a_job_can_be_put_back_into_the_queue() -> None:
+    text = (CLUSTER / "ranks.sbatch").read_text()
     assert "#SBATCH --requeue" in text and "#SBATCH --open-mode=append" in text and "--resume-or-run" in text
     assert text.index("#SBATCH") < text.index("set -euo pipefail")  # Slurm reads none behind the first command
-
-
-def test_compare_finds_the_cells_of_a_job_array_finished(slurm: dict[str, str], tmp_path: Path) -> None:
-    """What the script runs for each cell, run here; then the table, without another round."""
-    sizes = ("stream.tasks=2", "stream.clients=2", "train.rounds_per_task=1", "train.local_epochs=1")
-    options = [word for size in sizes for word in ("--set", size)]
-    folder, runner = tmp_path / "table", CliRunner()
-    for i in range(2):
-        job = {**slurm, "SLURM_ARRAY_TASK_ID": str(i)}
-        _, *words = submitted("table.sbatch", job, "demo", str(folder), "fedavg,er", "0", *options).stdout.split()
-        words.remove("--resume-or-run")
-        done = runner.invoke(app, words)
-        assert done.exit_code == 0, done.output
-    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")}
-    done = runner.invoke(
-        app, ["compare", "demo", "--methods", "fedavg,er", "--seeds", "0", "--out", str(folder), *options]
-    )
-    assert done.exit_code == 0 and "| fedavg" in done.stdout and len(before) == 2
-    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")} == before
