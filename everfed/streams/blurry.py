@@ -5,8 +5,8 @@ every task, too. M % of each blurry class's samples go into a pool, which is shu
 tasks. Si-Blurry (Moon et al., 2023) is stochastic: the disjoint classes are cut at random places, so that tasks have
 different numbers of them, and every task takes a random number of samples out of the pool.
 
-Si-Blurry's released sampler fixes the tasks before it shuffles the pool, so that no sample moves; this is the paper's.
-A task is scored on the test samples of its own classes, disjoint and blurry.
+Si-Blurry's released sampler draws the tasks' places before it shuffles the pool, so that no sample moves. Here they do:
+that is how we read the definition. A task is scored on the test samples of its own classes, disjoint and blurry.
 """
 
 from __future__ import annotations
