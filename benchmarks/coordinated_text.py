@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from everfed import streams
-from everfed.data.instructions import PAD, mask_tokens, token_loss
+from everfed.data.tokens import PAD, mask_tokens, token_loss
 from everfed.experiments.jobs import GridJob, JobSettings, Outcome, new_job, run_all
 from everfed.methods.replay.diversity import Candidates, select
 from everfed.methods.replay.memory import Policy, Pool

@@ -228,9 +228,9 @@ def test_a_divergence_elsewhere_is_the_outcome_and_nothing_else_is(cell: Any) ->
     assert outcome == Outcome(own, None, "the loss is not finite", diverged=True)
     with log.open("a") as file:
         file.write('{"event": "sta')  # another process has begun to go on with it
-    assert jobs._divergence(own) == "the loss is not finite"
+    assert jobs._ended_by(own, jobs.DIVERGED) == "the loss is not finite"
     log.write_text('{"event": "fault", "message": "KeyboardInterrupt: "}\n')
-    assert jobs._divergence(own) is None
+    assert jobs._ended_by(own, jobs.DIVERGED) is None
 
 
 def test_a_run_that_another_process_begins_meanwhile_is_not_taken_for_something_else(

@@ -292,7 +292,7 @@ class Process:
         self.ended = ""
         self.answers: list[tuple[str, Any]] = []
         self.pipe = SimpleNamespace(send=self.sent.append, recv=self.receive)
-        self.process = SimpleNamespace(exitcode=-signal.SIGKILL)
+        self.process = SimpleNamespace(exitcode=-signal.SIGKILL, join=lambda seconds: None)
         Process.made.append(self)
 
     begin, limit, run = workers.JobWorker.begin, workers.JobWorker.limit, workers.JobWorker.run

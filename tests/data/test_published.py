@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.io import savemat
 
 from everfed import streams
 from everfed.data import published
@@ -169,7 +170,6 @@ def cars(rows: list[tuple[str, int, int]], key: str) -> np.ndarray:
 
 
 def test_cars_in_one_folder(tmp_path: Path) -> None:
-    savemat = pytest.importorskip("scipy.io").savemat
     rows = [("car_ims/000001.jpg", 1, 0), ("car_ims/000002.jpg", 2, 1), ("car_ims/000003.jpg", 2, 0)]
     for number, (name, _, _) in enumerate(rows):
         write(tmp_path / "stanford_cars" / name, 10 * number)
@@ -183,7 +183,6 @@ def test_cars_in_one_folder(tmp_path: Path) -> None:
 
 
 def test_cars_in_two_folders_need_the_test_labels(tmp_path: Path) -> None:
-    savemat = pytest.importorskip("scipy.io").savemat
     root = tmp_path / "cars"
     (root / "devkit").mkdir(parents=True)
     for part, grey in (("train", 10), ("test", 90)):

@@ -169,7 +169,7 @@ def trains_on_what_it_is_given(name: str) -> bool:
     """No part of it changes the data set (as Ideal does)."""
     parts = methods.build(name).parts
     unions = [part for part in parts if isinstance(part, Replay) and part.mode == "union"]
-    return not unions and not {"ideal", "ridge", "ranpac"} & {part.name for part in parts}
+    return not unions and not {"ideal", "ridge", "ranpac", "fedran"} & {part.name for part in parts}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks import liars
 from everfed.methods import registry as methods
 from everfed.privacy.reveals import seen, table, values_sent
-from everfed.store.files import renewed
+from everfed.store.files import marked_parts_renewed
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "privacy-reference.md"
@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "privacy-reference.md"
 def test_the_table_is_that_of_the_methods() -> None:
     text = PAGE.read_text()
     command = "python -m everfed.privacy.reveals docs/privacy-reference.md"
-    assert renewed(text, "methods", lambda name: table()) == text, f"renew it with: {command}"
+    assert marked_parts_renewed(text, "methods", lambda name: table()) == text, f"renew it with: {command}"
 
 
 def test_the_table_holds_what_is_known_of_some_methods() -> None:

@@ -93,13 +93,13 @@ def test_tests_of_its_own_are_used_and_nothing_is_held_out() -> None:
     [
         (
             [(np.zeros((1, 2)), [7])],
-            "client 3, period 0: class 7 does not fit the head, which has classes 0 to 3",
+            "client 3, period 1: class 7 does not fit the head, which has classes 0 to 3",
         ),
-        ([(np.zeros((1, 2)), [-1])], "client 3, period 0: class -1 does not fit"),
+        ([(np.zeros((1, 2)), [-1])], "client 3, period 1: class -1 does not fit"),
         ([(np.zeros((2, 2)), [1])], "2 samples but 1 labels"),
         (
             [(np.zeros((1, 2)), [0]), (np.zeros((1, 3)), [0])],
-            r"period 1: samples are float32 \(3,\), those of the stream",
+            r"period 2: samples are float32 \(3,\), those of the stream",
         ),
         ([(np.zeros((1, 2)), [0.5])], "labels must be one whole number per sample"),
         ([np.zeros((1, 2))], r"expected a Period or a pair \(x, y\), got ndarray"),

@@ -329,7 +329,7 @@ def test_a_copy_of_a_stream_is_the_same_stream():
 
 def test_listings_have_one_line_each():
     incremental = {"domain-incremental", "by-column", "class-incremental", "task-incremental", "multi-domain"}
-    assert set(SCENARIOS) == {*incremental, "task-pool", "periods", "driving", "language", "own"}
+    assert set(SCENARIOS) == {*incremental, "blurry", "task-pool", "periods", "driving", "language", "own"}
     assert {"iid", "shards", "exact-labels", "dirichlet", "pathological"} < set(PARTITIONS)
     assert all(
         text and "\n" not in text for text in (*(about for _, about in SCENARIOS.values()), *PARTITIONS.values())

@@ -51,6 +51,7 @@ NEED_CLASSES = (
     *("lwf", "fedlwf2t", "mfcl", "glfc", "fedcil", "af-fcl", "target", "lander", "fedweit", "ogd", "fedas"),
     *("stamp", "stamp-temporal", "pilora"),
     *("herding", "ridge", "ranpac", "fedproto", "fedproto-personal", "ccvr", "hgp", "prompt-hgp"),
+    *("icarl", "fedcbdr", "lga", "fedran", "stsa", "stsa-e", "fisheravg", "coda-lwf"),
 )
 
 
