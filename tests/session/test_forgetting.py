@@ -69,7 +69,7 @@ def test_the_model_is_that_of_the_run_that_never_saw_them(method: str, without: 
 
 def test_single_samples_of_an_earlier_task_under_secure_aggregation(tmp_path: Path) -> None:
     """The samples are of the first task; the run went on with another."""
-    pytest.importorskip("cryptography")
+    pytest.importorskip("cryptography", reason="pip install 'everfed[privacy]'")
     table = recipe(privacy={"secure_aggregation": True})
     ran = everfed.run(table, tmp_path / "run", progress=False)
     ids = streams.build(STREAM, 0, 1).data(2, 0).ids[:3].tolist()

@@ -348,7 +348,7 @@ BERT = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2, "num_h
 def test_a_configuration_in_a_model_file_fetches_nothing_and_fills_no_memory(
     config: dict[str, Any], message: str, run: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="the extra `text` is not installed")
     described = {"kind": "hf:x", "rebuilding": {"config": config}, "options": {"task": "next-token"}}
     with pytest.raises(everfed.UserError, match=message):
         load(changed(run, tmp_path / "copy", **described))
