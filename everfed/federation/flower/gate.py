@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import hmac
 import logging
 import os
 import time
@@ -142,13 +143,17 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
-        elif scope["type"] != "http" or headers_of(scope).get(b"proxy-authorization") != self._wanted:
+        elif scope["type"] != "http" or not self._shown(scope):
             await answer(send, 403, "it is only for the owner of this process")
         elif self.limits is not None and scope["path"].startswith(LIMIT):
             self.limits.limit = int(scope["path"].removeprefix(LIMIT))
             await answer(send, 200)
         else:
             await self.app(scope, receive, send)
+
+    def _shown(self, scope: Scope) -> bool:
+        """Does the call show the secret? Takes as long whatever is wrong with it."""
+        return hmac.compare_digest(headers_of(scope).get(b"proxy-authorization", b""), self._wanted)
 
 
 class Patient:
