@@ -182,12 +182,12 @@ def lies(mode: str, rng: random.Random, share: float) -> Iterator[tuple[list[str
     rng.shuffle(names)
     names = names[: max(2, round(share * len(names)))]
     for start in range(0, len(names), ROUNDS):
-        told = names[start : start + ROUNDS]
+        group = names[start : start + ROUNDS]
         with tempfile.TemporaryDirectory(prefix="ef") as folder:
-            bench = bench_of(mode, len(told) + 1)
+            bench = bench_of(mode, len(group) + 1)
             loop = loop_of(bench, Path(folder))
-            lying(loop, told, rng)
-            yield told, verdict(Run(bench, loop, Path(folder)))
+            lying(loop, group, rng)
+            yield group, verdict(Run(bench, loop, Path(folder)))
 
 
 # requests -------------------------------------------------------------------------------------------------------------
@@ -382,14 +382,14 @@ def faults(mode: str, rng: random.Random, share: float) -> tuple[list[str], dict
 # all ------------------------------------------------------------------------------------------------------------------
 def campaign(mode: str, seed: int, share: float) -> dict[str, Any]:
     rng = random.Random(f"{mode} {seed}")
-    told = list(lies(mode, rng, share))
+    tried = list(lies(mode, rng, share))
     kinds, asked = requests(mode, rng, share)
     struck, hit = faults(mode, rng, share)
-    bad = [{"lies": names, **found} for names, found in told if not (found["ended"] and found["same_bits"])]
+    bad = [{"lies": names, **found} for names, found in tried if not (found["ended"] and found["same_bits"])]
     bad += [{what: found} for what, found in (("requests", asked), ("faults", hit)) if not found["same_bits"]]
     return {
-        "lies": sum(len(names) for names, _ in told),
-        "replies left out": sum(found["left_out"] for _, found in told),
+        "lies": sum(len(names) for names, _ in tried),
+        "replies left out": sum(found["left_out"] for _, found in tried),
         "requests": sum(kinds.values()),
         "answers": kinds,
         "faults": len(struck),
