@@ -94,7 +94,7 @@ class DifferentialPrivacy(Protection, NoiseOptions):
         if "history" not in client.state:  # a server that resumed its run under another recipe
             self.init(client)
         if self.kind == LOCAL and phase.name == TRAIN and client.synchronises and not flat(reply.values):
-            reply = self.nothing(client, phase)  # whether it has samples in this period is not told either
+            reply = self.nothing(client, phase)  # hides whether it has samples in this period
         own, message = client.state, client.messages
         own["history"] = _to_tensor(tree_digest({"message": message, "history": own["history"]}, _place(client)))
         sent = {} if phase.name == EVALUATE else flat(reply.values)

@@ -79,7 +79,7 @@ def test_a_model_that_overflows_on_a_bright_pixel_tells_nothing(tmp_path: Path) 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_client_without_samples_replies_like_any_other(count: int, tmp_path: Path) -> None:
-    """The server names the task: for every period it was told, without noise, whether there are samples."""
+    """The server names the task, and so learned for every period, without noise, whether there are samples."""
     bench = replace(bench_of(), stream=replace(STREAM, sizes={(0, 0): count}))
     answer = ask(site(bench, tmp_path), bench.model())
     sizes = {key: len(value) for key, value in values(answer)["fedavg"].items()}
